@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import random
 import struct
@@ -13,6 +14,9 @@ from pathlib import Path
 import h5py
 import numpy as np
 import torch
+
+from densefeed.models.checkpoints import MANIFEST
+from densefeed.training.run_checkpoints import sha256
 
 NUMBERS = (
     0,
@@ -53,7 +57,7 @@ def damage(path: Path, rng: random.Random) -> str:
 # ------------------------------------------------------------------------- bytes
 
 
-def flip(path: Path, rng: random.Random) -> str:
+def flip_bits(path: Path, rng: random.Random) -> str:
     content = bytearray(path.read_bytes())
     places = [rng.randrange(len(content)) for _ in range(rng.randint(1, 5))]
     # Headers are short, and most of a file is behind them.
@@ -134,9 +138,9 @@ def stand_in(path: Path, rng: random.Random) -> str:
 
 
 BYTES = (
-    flip,
-    flip,
-    flip,
+    flip_bits,
+    flip_bits,
+    flip_bits,
     cut,
     fill,
     write_number,
@@ -222,7 +226,8 @@ def alter_text(path: Path, rng: random.Random) -> str:
             b"train/cat/000.jpg",
         ]
     )
-    lines[rng.randrange(len(lines) + 1) :][:1] = []
+    at = rng.randrange(len(lines) + 1)
+    del lines[at : at + 1]
     lines.insert(rng.randrange(len(lines) + 1), line)
     path.write_bytes(b"\n".join(lines))
     return str(line[:40])
@@ -232,12 +237,41 @@ def alter_text(path: Path, rng: random.Random) -> str:
 
 TENSORS = (
     lambda: torch.full((3, 3), torch.nan),
+    lambda: torch.full((3,), torch.nan),
     lambda: torch.zeros(0),
-    lambda: torch.zeros(1).expand(10**9),
+    lambda: torch.zeros(()),
+    lambda: torch.arange(5),
+    lambda: torch.zeros(1).expand(2**34),
     lambda: torch.zeros(3, dtype=torch.complex64),
     lambda: torch.zeros(4, device="meta"),
     lambda: torch.eye(3).to_sparse(),
 )
+
+
+def nest(levels: int) -> list:
+    """Return a list in a list, and so on."""
+    value: list = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def make_cycles() -> tuple[list, dict]:
+    """Return a list and a dictionary that hold themselves."""
+    items, table = [], {}
+    items.append(items)
+    table["self"] = table
+    return items, table
+
+
+def make_values() -> tuple:
+    """Return values for any place in a checkpoint; JSON has no such types."""
+    return (
+        *(3, 2**62, 1.5, -0.5, "x", "hf-hub:timm/resnet18", "local-dir:/tmp", "resnet18.a/../b"),
+        *((), [1, 2], [0.5, 0.5], [0.5] * 3, [0.0] * 3, [math.nan] * 3, [1] * 10**5),
+        *(nest(3), nest(150), *make_cycles(), {"a": {"b": {}}}, {1: 2}, {(1, 2): 3}, {"x"}),
+        *(Payload(), *(make() for make in TENSORS)),
+    )
 
 
 def alter_checkpoint(path: Path, rng: random.Random) -> str:
@@ -249,10 +283,10 @@ def alter_checkpoint(path: Path, rng: random.Random) -> str:
         # A run's weights would hide the few entries that say what runs.
         tensors = {key: value for key, value in state.items() if holds_tensors(value)}
         named = {key: value for key, value in state.items() if key not in tensors}
-        what = alter(named, rng)
+        what = alter(named, rng, (*VALUES, *make_values()))
         state = tensors | named
     else:
-        what = alter(state, rng, (*VALUES, *(make() for make in TENSORS)))
+        what = alter(state, rng, (*VALUES, *make_values()))
     limit = sys.getrecursionlimit()
     # Python's pickler calls itself several times for each level of a deep list.
     sys.setrecursionlimit(20_000)
@@ -269,15 +303,16 @@ def holds_tensors(value: object) -> bool:
     return isinstance(value, torch.Tensor) or any(map(holds_tensors, children))
 
 
-RECIPES = (
-    {"checkpoint_path": None},
-    {"pretrained": True},
-    {"depth": 10**9},
-    {"embed_dim": 10**7},
-    {"num_classes": 10**9},
-    {"img_size": 10**6},
-    {"pretrained_cfg": {"url": "http://localhost/x"}},
-    {"unknown": 1},
+# Of a recipe; the path None becomes that of a malicious file.
+ARGUMENTS = (
+    *(("checkpoint_path", None), ("pretrained", True), ("features_only", True), ("unknown", 1)),
+    *(("act_layer", "gelu"), ("depth", 10**9), ("embed_dim", 10**7), ("num_classes", 10**9)),
+    *(("img_size", 10**6), ("patch_size", 1), ("num_heads", 0), ("mlp_ratio", math.inf)),
+    *(("depths", [1000] * 64), ("cache_dir", "cache"), ("stem", [[3, 1]] * 60)),
+    *(("drop_path_rate", math.nan), ("pretrained_cfg", {"file": "x.pt"}), ("scriptable", "yes")),
+    *(("pretrained_cfg", {"url": "http://localhost/x"}), ("out_indices", 5), ("norm_groups", -3)),
+    *(("pretrained_cfg_overlay", {"url": "http://localhost/x"}), ("global_pool", "x")),
+    ("in_chans", 2**19),
 )
 
 
@@ -292,15 +327,37 @@ def alter_recipe(path: Path, rng: random.Random) -> str:
         recipe["name"] = rng.choice(["hf-hub:a/b", "local-dir:/tmp", "no_such", "resnet18", "", 3])
         what = recipe["name"]
     else:
-        what = rng.choice(RECIPES)
-        what = {key: str(evil) if value is None else value for key, value in what.items()}
-        recipe["kwargs"] = {**recipe.get("kwargs", {}), **what}
+        name, value = what = rng.choice(ARGUMENTS)
+        recipe["kwargs"] = {**recipe.get("kwargs", {}), name: str(evil) if value is None else value}
     torch.save(state, path)
     return str(what)
 
 
 def pickle_code(path: Path, rng: random.Random) -> None:
     torch.save(Payload(), path, _use_new_zipfile_serialization=rng.random() < 0.5)
+
+
+def flip_pickle(path: Path, rng: random.Random) -> None:
+    """Flip bits of the pickle in a file of torch, and correct its CRC."""
+    new = io.BytesIO()
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(new, "w") as file:
+        for name in old.namelist():
+            member = bytearray(old.read(name))
+            if name.endswith("data.pkl"):
+                for _ in range(rng.choice([1, 3, 20])):
+                    member[rng.randrange(len(member))] ^= 1 << rng.randrange(8)
+            file.writestr(name, bytes(member))
+    path.write_bytes(new.getvalue())
+
+
+def list_hash(path: Path) -> None:
+    """Write the hash of a checkpoint into the manifest beside it."""
+    manifest = path.with_name(MANIFEST)
+    entries = json.loads(manifest.read_text())
+    for entry in entries:
+        if entry["file"] == path.name:
+            entry["sha256"] = sha256(path)
+    manifest.write_text(json.dumps(entries))
 
 
 def zip_bomb(path: Path, rng: random.Random) -> str:
@@ -416,7 +473,11 @@ def write_npy(path: Path, rng: random.Random) -> str:
 BY_SUFFIX: dict[str, tuple[Callable, ...]] = {
     ".h5": (alter_header,) * 6 + (replace_dataset,) * 6 + (alter_values,) * 3,
     ".beton": (alter_beton,) * 12,
-    ".pt": (alter_checkpoint,) * 6 + (alter_recipe,) * 4 + (pickle_code, zip_bomb),
+    ".pt": (
+        *(alter_checkpoint,) * 6,
+        *(alter_recipe,) * 4,
+        *(pickle_code, zip_bomb, flip_pickle, flip_pickle),
+    ),
     ".npy": (write_npy,) * 12,
     ".json": (alter_json,) * 12,
     ".jsonl": (alter_json,) * 12,

@@ -103,13 +103,12 @@ ORIENTATIONS ?= 100
 FILES ?= 2000
 # The native decoder on mutated files (four builds) for MINUTES of processor time, runs and passes
 # killed KILLS times, every fault at every call of every writer, ORIENTATIONS planted for the audit,
-# FILES hostile files through the commands.
+# FILES hostile files, FILES hostile names and FILES altered checkpoints through the commands.
 soak: $(READY)
 	SOAK_MINUTES=$(MINUTES) nice -n 19 $(RUN) -m pytest -s tests/native/test_fuzz.py
 	SOAK_KILLS=$(KILLS) $(RUN) -m pytest -s tests/test_resume.py tests/storage/test_shards.py -k killed_at_random_times
 	SOAK_FAULTS=all $(RUN) -m pytest -s tests/test_writes.py
 	SOAK_ORIENTATIONS=$(ORIENTATIONS) $(RUN) -m pytest -s tests/relabel/test_audit.py -k planted_orientations
-	SOAK_FILES=$(FILES) $(RUN) -m pytest -s tests/test_hostile.py tests/test_hostile_names.py \
-		tests/tools/test_hostile_checkpoints.py
+	SOAK_FILES=$(FILES) $(RUN) -m pytest -s tests/test_hostile.py tests/tools/test_hostile_checkpoints.py
 
 .PHONY: quickstart test test-slow test-oldest test-processors test-ports check fix docs gpu-check bench soak

@@ -6,10 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from densefeed.models.checkpoints import MANIFEST
+
+from .mutations import list_hash
 from .seeds import SMALL
 
 # Damages a file in place and describes how.
 Damage = Callable[[Path, random.Random], str]
+# Makes a file, from the seeds, in a folder that does not exist, valid if there is no damage;
+# returns its path and a description.
+Make = Callable[[Path, Path, random.Random, Damage | None], tuple[Path, str]]
+# Description of lists that must be refused.
+OUTSIDE = "names an image outside --data"
 
 
 class Command(NamedTuple):
@@ -17,30 +25,33 @@ class Command(NamedTuple):
 
     text: str
 
-    TOOLS = (
-        "relabel_imagenet",
-        "pack_dataset",
-        "import_labels",
-        "export_labels",
-        "audit",
-        "report",
-        "validate",
-        "export",
-        "score_maps",
-        "beton",
-    )
+    @property
+    def module(self) -> str:
+        return self.text.split()[0]
 
     def words(self, seeds: Path, file: Path, out: Path) -> list[str]:
         """Return the module and its options."""
-        paths = {path.name.replace(".", "_"): path for path in seeds.iterdir()}
+        paths = {path.name.replace(".", "_"): path for path in seeds.glob("*")}
         return [word.format(file=file, out=out, **paths) for word in self.text.split()]
+
+    def outputs(self, file: Path, out: Path, accepted: bool) -> set[Path]:
+        """Return the files and folders that the command may change."""
+        # Training goes on in the folder that it is given.
+        if "--out {file}" in self.text:
+            return {out, file}
+        # Merging writes the file that it is given, keeps its `.part` to go on from, and removes the
+        # shards at the end.
+        if "merge {file}" in self.text:
+            part = file.with_name(f"{file.name}.part")
+            return {out, file.parent} if accepted else {out, file, part}
+        return {out}
 
 
 class Kind(NamedTuple):
     """A kind of file: how often it is drawn, how it is made hostile, and what reads it."""
 
     share: int
-    make: Callable[[Path, Path, random.Random, Damage], tuple[Path, str]]
+    make: Make
     commands: list[Command]
 
 
@@ -83,6 +94,7 @@ CHECKPOINT = (
     "tools.relabel_imagenet --data {images} --teacher {file} --input-size 64 --top-k 2 "
     "--out {out}/maps.h5",
     "tools.audit {maps_h5} --data {images} --teacher {file} --out {out}/audit.html",
+    train("nfnet_micro_ce", f"--loader folder {IMAGES} --init {{file}} --out {{out}}/run"),
 )
 FOLDER = (
     "tools.pack_dataset --data {file} --out {out}/x.beton",
@@ -111,55 +123,57 @@ BOXES = ("tools.report {run} --boxes {file} --out {out}/report.html",)
 MERGE = ("tools.score_maps merge {file}",)
 
 
-def lone(*names: str) -> Callable:
+def damage_file(*names: str) -> Make:
     """Return a maker of one damaged file, a copy of a seed."""
 
-    def make(seeds: Path, folder: Path, rng: random.Random, damage: Damage) -> tuple[Path, str]:
+    def make(
+        seeds: Path, folder: Path, rng: random.Random, damage: Damage | None
+    ) -> tuple[Path, str]:
         folder.mkdir()
         path = Path(shutil.copy(seeds / rng.choice(names), folder))
-        return path, damage(path, rng)
+        return path, damage(path, rng) if damage else ""
 
     return make
 
 
-def inside(name: str, pattern: str, file: str = "") -> Callable:
+def damage_in_folder(name: str, pattern: str, file: str = "") -> Make:
     """Return a maker of a copied folder with one damaged file of `pattern`.
 
     The command gets the folder, or `file` in it.
     """
 
-    def make(seeds: Path, folder: Path, rng: random.Random, damage: Damage) -> tuple[Path, str]:
+    def make(
+        seeds: Path, folder: Path, rng: random.Random, damage: Damage | None
+    ) -> tuple[Path, str]:
         shutil.copytree(seeds / name, folder, symlinks=True)
         path = rng.choice(sorted(path for path in folder.glob(pattern) if path.is_file()))
-        text = damage(path, rng)
+        text = damage(path, rng) if damage else ""
+        # A checkpoint whose hash is another one is refused before it is read.
+        listed = path.suffix == ".pt" and path.with_name(MANIFEST).exists() and path.is_file()
+        if listed and rng.random() < 0.5:
+            list_hash(path)
+            text += ", with its hash"
         return folder / file, f"{path.relative_to(folder)}: {text}"
 
     return make
 
 
-def checkpoint(seeds: Path, folder: Path, rng: random.Random, damage: Damage) -> tuple[Path, str]:
-    folder.mkdir()
-    path = folder / "model.pt"
-    shutil.copy(seeds / "run" / "last.pt", path)
-    return path, damage(path, rng)
-
-
-def commands(texts: tuple[str, ...]) -> list[Command]:
+def make_commands(texts: tuple[str, ...]) -> list[Command]:
     return [Command(text) for text in texts]
 
 
 KINDS = {
-    "store": Kind(30, lone("maps.h5", "lossless.h5", "compact.h5"), commands(STORE)),
-    "beton": Kind(20, lone("train.beton"), commands(BETON)),
-    "checkpoint": Kind(15, checkpoint, commands(CHECKPOINT)),
-    "run": Kind(15, inside("run", "*.json*"), commands(RUN)),
-    "manifest": Kind(4, inside("run", "checkpoints/*"), commands(RUN)),
-    "image": Kind(10, inside("images", "train/*/*"), commands(FOLDER)),
-    "list": Kind(10, lone("list.txt"), commands(LIST)),
-    "class map": Kind(6, lone("class_map.csv", "class_map.json"), commands(CLASS_MAP)),
-    "tree": Kind(12, inside("tree", "*/*.pt"), commands(TREE)),
-    "arrays": Kind(6, inside("arrays", "*/*.npy"), commands(TREE)),
-    "real": Kind(3, lone("real.json"), commands(REAL)),
-    "boxes": Kind(3, inside("images", "boxes.json", "boxes.json"), commands(BOXES)),
-    "shards": Kind(4, inside("shards", "*", "maps.h5"), commands(MERGE)),
+    "store": Kind(30, damage_file("maps.h5", "lossless.h5", "compact.h5"), make_commands(STORE)),
+    "beton": Kind(20, damage_file("train.beton"), make_commands(BETON)),
+    "checkpoint": Kind(15, damage_file("run/last.pt"), make_commands(CHECKPOINT)),
+    "run": Kind(15, damage_in_folder("run", "*.json*"), make_commands(RUN)),
+    "manifest": Kind(4, damage_in_folder("run", "checkpoints/*"), make_commands(RUN)),
+    "image": Kind(10, damage_in_folder("images", "train/*/*"), make_commands(FOLDER)),
+    "list": Kind(10, damage_file("list.txt"), make_commands(LIST)),
+    "class map": Kind(6, damage_file("class_map.csv", "class_map.json"), make_commands(CLASS_MAP)),
+    "tree": Kind(12, damage_in_folder("tree", "*/*.pt"), make_commands(TREE)),
+    "arrays": Kind(6, damage_in_folder("arrays", "*/*.npy"), make_commands(TREE)),
+    "real": Kind(3, damage_file("real.json"), make_commands(REAL)),
+    "boxes": Kind(3, damage_in_folder("images", "boxes.json", "boxes.json"), make_commands(BOXES)),
+    "shards": Kind(4, damage_in_folder("shards", "*", "maps.h5"), make_commands(MERGE)),
 }

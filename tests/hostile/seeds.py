@@ -16,29 +16,27 @@ CLASSES = "cat", "dog"
 SMALL = f"--size {SIZE} --batch 3 --epochs 1 --threads 1 --eval-every 1 --device cpu".split()
 
 
-def make_seeds(seeds: Path, run: Callable) -> None:
-    """Write the files to `seeds`; `run(words, folder)` runs a command."""
+RELABEL = "tools.relabel_imagenet --data images --teacher run --input-size 64 --top-k 2"
+COMMANDS = (
+    f"train nfnet_micro_ce --loader folder --data images --val images --out run {' '.join(SMALL)}",
+    f"{RELABEL} --out maps.h5",
+    "tools.score_maps convert maps.h5 --form lossless --out lossless.h5",
+    "tools.score_maps convert maps.h5 --form compact --out compact.h5",
+    "tools.pack_dataset --data images --maps maps.h5 --out train.beton",
+    "tools.pack_dataset --data images --split val --out val.beton",
+    "tools.export_labels --maps maps.h5 --out tree",
+    f"{RELABEL} --out shards/maps.h5 --shard 0/2",
+    f"{RELABEL} --out other/maps.h5 --shard 1/2",
+)
+
+
+def make_seeds(seeds: Path, run_command: Callable) -> None:
+    """Write the files to `seeds`; `run_command(words, folder)` runs a command."""
     parts = seeds.with_name("seeds.part")
     shutil.rmtree(parts, ignore_errors=True)
     write_images(parts / "images")
-    for text in (
-        f"""
-        train nfnet_micro_ce --loader folder --data images --val images --out run {" ".join(SMALL)}
-        tools.relabel_imagenet --data images --teacher run --input-size 64 --top-k 2 --out maps.h5
-        tools.score_maps convert maps.h5 --form lossless --out lossless.h5
-        tools.score_maps convert maps.h5 --form compact --out compact.h5
-        tools.pack_dataset --data images --maps maps.h5 --out train.beton
-        tools.pack_dataset --data images --split val --out val.beton
-        tools.export_labels --maps maps.h5 --out tree
-        tools.relabel_imagenet --data images --teacher run --input-size 64 --top-k 2 \
-            --out shards/maps.h5 --shard 0/2
-        tools.relabel_imagenet --data images --teacher run --input-size 64 --top-k 2 \
-            --out other/maps.h5 --shard 1/2
-    """.replace("\\\n", "")
-        .strip()
-        .splitlines()
-    ):
-        done = run(text.split(), parts)
+    for text in COMMANDS:
+        done = run_command(text.split(), parts)
         assert done.code == 0, done.output
     for path in (parts / "other").iterdir():
         shutil.move(path, parts / "shards" / path.name)

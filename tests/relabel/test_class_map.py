@@ -90,7 +90,7 @@ def test_hostile_class_maps_are_refused(tmp_path, name, content, said):
     assert len(str(error.value)) < 500
 
 
-def test_only_files_of_some_size_are_class_maps(tmp_path):
+def test_huge_and_irregular_class_maps_are_refused(tmp_path):
     """A file without end, a pipe without a writer, and one that a thousand class maps fit into."""
     with (tmp_path / "map.csv").open("wb") as file:
         file.truncate(2**40)

@@ -431,7 +431,7 @@ def test_an_image_without_a_size_is_named(pack, tmp_path):
         import_pack(images, wanted, tmp_path / "maps.h5", 2)
 
 
-def test_a_pipe_or_a_device_in_a_pack_is_a_problem_and_no_hang(pack, tmp_path):
+def test_a_pipe_or_a_device_in_a_pack_is_reported_and_does_not_hang(pack, tmp_path):
     images, labels, _ = pack
     for name, make in (
         ("ant/000.pt", os.mkfifo),

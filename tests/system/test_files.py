@@ -68,7 +68,7 @@ def test_a_file_is_made_again_if_it_is_removed_as_an_orphan_before_it_is_locked(
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_what_others_named_like_a_temporary_file_stays(tmp_path):
+def test_user_files_named_like_temporary_ones_are_kept(tmp_path):
     """A folder of such a name was deleted with all in it, and a link written through."""
     target, mine = tmp_path / "x.h5", tmp_path / "x.h5.2024.part"
     mine.mkdir()
@@ -324,7 +324,7 @@ def test_a_link_to_nothing_is_in_the_way(tmp_path):
         check_absent(tmp_path / "out")
 
 
-def test_the_name_of_a_file_is_no_reason():
+def test_a_file_name_is_not_searched_for_the_reason():
     """h5py keeps only the text of an error, so the reason is searched there, but not in a name."""
     error = OSError(None, "has a fault", "Permission denied.jpg")
     assert explain_os_error(error) == "Permission denied.jpg: has a fault"

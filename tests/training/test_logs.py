@@ -94,7 +94,7 @@ def test_any_damage_of_a_line_is_a_warning(tmp_path, capsys, line):
     assert warning.count("\n") == 1
 
 
-def test_an_identity_of_wandb_that_is_none_is_refused(tmp_path):
+def test_an_invalid_wandb_id_is_refused(tmp_path):
     path = tmp_path / "wandb-id"
     for content in (b"", b"\xff", b"../x", b"x" * 65):
         path.write_bytes(content)

@@ -326,9 +326,11 @@ def make_folder(folder: Path) -> None:
     if folder.is_dir():
         return
     make_folder(folder.parent)
-    # Another process may make it at the same time.
-    folder.mkdir(exist_ok=True)
-    sync_folder(folder.parent)
+    # An fsync that fails names no file.
+    with name_errors(folder):
+        # Another process may make it at the same time.
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
 
 
 def sync(path: Path) -> None:

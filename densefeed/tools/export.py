@@ -94,7 +94,7 @@ def write_config(trained: Trained, path: Path) -> None:
         name: value for name, value in trained.kwargs.items() if not name.endswith(left_out)
     }
     config = {"pretrained_cfg": preprocessing(trained), "label_names": trained.class_names}
-    save_config_for_hf(trained.model, str(path), model_config=config, model_args=arguments)
+    save_config_for_hf(trained.model, path, model_config=config, model_args=arguments)
     # timm writes a pair of sides. One number means the same, and models with one side (LV-ViT)
     # accept it too.
     written = json.loads(path.read_text())

@@ -34,6 +34,16 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_no_other(tmp_path):
     assert list(tmp_path.iterdir()) == [target]
 
 
+def test_a_folder_that_is_not_synced_is_named(tmp_path, monkeypatch):
+    def fsync(descriptor):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match="Input/output error") as error:
+        files.make_folder(tmp_path / "new")
+    assert error.value.filename == str(tmp_path / "new")
+
+
 def test_a_write_replaces_the_old_file(tmp_path):
     target = tmp_path / "folder" / "file"
     with replace_file(target) as part:

@@ -331,6 +331,16 @@ static void try_crops(Input in) {
     close(file);
 }
 
+/* Whether pixels differ by one level at most. A box that begins elsewhere has centers of filters with
+ * other rounding errors. They tip a weight to the next of 15 bits where it lies at a rounding
+ * boundary, which changes a sum by one or two 64ths of a level: 1 of 500,000 inputs had a pixel at
+ * the boundary of two levels. */
+static int are_close(const uint8_t *one, const uint8_t *other, int count) {
+    for (int n = 0; n < count; n++)
+        if (abs(one[n] - other[n]) > 1) return 0;
+    return 1;
+}
+
 /* Cut JPEGs are written to a buffer of exactly the input's length. A valid one must decode to the
  * same crop as the input. */
 static void try_cuts(Input in) {
@@ -365,7 +375,7 @@ static void try_cuts(Input in) {
             got = decode_sample(&shown, size);
             /* Of larger crops libjpeg decodes the cut at a smaller scale. */
             if (was == OK && sample.box_height < 8 * size && sample.box_width < 8 * size)
-                CHECK(shown.status == OK && !memcmp(want, got, 3 * size * size));
+                CHECK(shown.status == OK && are_close(want, got, 3 * size * size));
             free(want), free(got);
         }
         free(room[0]), free(room[1]);

@@ -35,7 +35,7 @@ from densefeed.storage.beton import (
 from densefeed.system.errors import BusyError, UserError
 from densefeed.system.files import (
     check_absent,
-    check_no_link,
+    check_regular,
     create_locked,
     make_folder,
     name_errors,
@@ -163,7 +163,7 @@ class BetonWriter:
     def _begin(self, identity: dict) -> None:
         make_folder(self.path.parent)
         for path in (self.journal, self.part):
-            check_no_link(path)
+            check_regular(path)
         if not self.journal.exists():
             # Nothing but the journal says what is in a `.part`, so this one is not ours to
             # overwrite.
@@ -239,18 +239,10 @@ class BetonWriter:
         # An image is tried again only if it failed.
         if not valid or len(np.unique(packed["index"])) < len(packed):
             raise self._damaged()
-        at = self._first_page
-        for ptr, size in packed[["ptr", "size"]].tolist():
-            length = self._starts[-1] + size
-            if length > PAGE or ptr != self._place(at, length):
-                raise self._damaged()
-            at = ptr + length
-
-    def _place(self, at: int, length: int) -> int:
-        """Return where the next `length` bytes begin, behind a sample that ends at `at`."""
-        start = round_up(at, ALIGN)
-        # A sample never crosses a page.
-        return start if start % PAGE + length <= PAGE else round_up(start, PAGE)
+        ptr, length = packed["ptr"].astype(np.int64), packed["size"] + np.int64(self._starts[-1])
+        before = np.concatenate([[self._first_page], (ptr + length)[:-1]])[: len(ptr)]
+        if (length > PAGE).any() or (ptr != place(before, length)).any():
+            raise self._damaged()
 
     def _damaged(self) -> UserError:
         return UserError(
@@ -320,7 +312,7 @@ class BetonWriter:
                 f"{PAGE:,}; make this image smaller"
             )
         row, block = self._encode(index, sample, tag)
-        at = row["ptr"] = self._place(self._at, len(block))
+        at = row["ptr"] = int(place(self._at, len(block)))
         with name_errors(self.path):
             # The image before its record, which says that the image is complete. The place is moved
             # on last: after an error the next image overwrites this one.
@@ -461,6 +453,13 @@ def valid_rows(records: bytes) -> np.ndarray:
     rows = np.frombuffer(records, ROW, len(records) // ROW.itemsize)
     valid = [zlib.crc32(row.tobytes()[:-4]) == row["crc"] for row in rows]
     return rows[: [*valid, False].index(False)]
+
+
+def place(at: int | np.ndarray, length: int | np.ndarray) -> np.ndarray:
+    """Return where the next `length` bytes begin, behind a sample that ends at `at`."""
+    start = round_up(at, ALIGN)
+    # A sample never crosses a page.
+    return np.where(start % PAGE + length <= PAGE, start, round_up(start, PAGE))
 
 
 def round_up(size: int, multiple: int) -> int:

@@ -36,7 +36,7 @@ from densefeed.storage.store_file import (
 from densefeed.system.errors import UserError
 from densefeed.system.files import (
     check_absent,
-    check_no_link,
+    check_regular,
     create_part,
     drop_cache,
     name_errors,
@@ -420,7 +420,7 @@ class ScoreMapWriter:
         try:
             with name_errors(self.path):
                 remove_orphans(self.path)
-                check_no_link(self.part)
+                check_regular(self.part)
                 while self._file is None:
                     check_absent(self.path)
                     # FileNotFoundError: another process finished and renamed it in the meantime.

@@ -81,7 +81,7 @@ def check_absent(path: Path) -> None:
         raise UserError(f"{path} exists already; remove it or choose another --out")
 
 
-def check_no_link(path: Path) -> None:
+def check_regular(path: Path) -> None:
     """Raise UserError if a file that is written under this name is a link, pipe, device or folder.
 
     A link may lead to any file, and to open a pipe may wait without end.

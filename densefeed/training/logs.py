@@ -30,8 +30,8 @@ from densefeed.training.setup import Run, import_wandb
 Values = dict[str, float]
 # Bytes of a line of metrics.jsonl. A training writes about 250.
 LONGEST = 2**16
-# Largest number of a record: larger ones overflow in a page's curves.
-MOST = 1e30
+# Beyond all numbers of a record, which are float32: larger ones overflow in a page's curves.
+MOST = 2.0**128
 
 
 class RunLog:
@@ -166,11 +166,10 @@ def parse_record(line: bytes) -> dict:
         raise ValueError("it is no object with kind, step and epoch")
     if type(record["kind"]) is not str or type(record["step"]) is not int or record["step"] < 0:
         raise ValueError("its kind is no text, or its step no integer from 0")
-    for name, value in record.items():
-        if name != "kind" and not is_number(value):
-            raise ValueError(f"{name!r} is no number")
-        if name != "kind" and abs(value) > MOST:
-            raise ValueError(f"{name!r} is beyond 1e30")
+    for name in (name for name in record if name != "kind"):
+        value = record[name]
+        if not is_number(value) or abs(value) >= MOST:
+            raise ValueError(f"{name!r} is no number, or beyond float32")
         if name.startswith(("top1", "top5")) and not 0 <= value <= 1:
             raise ValueError(f"{name!r} is {value:g}, but a share is from 0 to 1")
     return record

@@ -130,14 +130,15 @@ def run(main: Callable[[], object]) -> None:
     try:
         check_byte_order()
         main()
+        # Else Python writes the rest when it exits, where an error has no sentence.
+        if sys.stdout:
+            sys.stdout.flush()
     except UserError as error:
         stop(str(error))
     except OSError as error:
         # The reader closed the pipe, as `... | head` does.
         if error.errno == errno.EPIPE:
-            # Python flushes stdout when it exits, which would fail again (Python's signal module,
-            # Note on SIGPIPE).
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            discard_stdout()
             # 128 + SIGPIPE, as a shell reports it.
             sys.exit(141)
         stop(explain_os_error(error))
@@ -163,11 +164,23 @@ def make_command(main: Callable, options: type, description: str) -> Callable[[]
     return command
 
 
+def discard_stdout() -> None:
+    """Let what was printed and is not yet written go nowhere.
+
+    Python writes it when it exits, and would fail again (Python's signal module, Note on SIGPIPE).
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def stop(sentence: str) -> None:
     """Print `sentence` on stderr and exit with code 2."""
     # Else what was printed before could appear after the error. A daemon may have no stdout.
     if sys.stdout:
-        sys.stdout.flush()
+        try:
+            sys.stdout.flush()
+        # A closed pipe or a full disk, which may be the error of the sentence.
+        except OSError:
+            discard_stdout()
     # Messages of libraries may have several lines.
     print(f"error: {' '.join(sentence.split())}", file=sys.stderr, flush=True)
     sys.exit(2)

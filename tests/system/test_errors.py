@@ -1,9 +1,12 @@
 """Messages name the commands that a user has: scripts in a checkout, else those of the package."""
 
 import io
+import os
 import platform
 import re
+import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -97,6 +100,43 @@ def test_a_stdout_without_the_characters_of_a_name_escapes_them(monkeypatch):
     errors.run(lambda: terminal.print("ü.beton: 6 images"))
     stream.flush()
     assert stream.buffer.getvalue() == rb"\xfc.beton: 6 images" + b"\n"
+
+
+def run_writing_to(path: str | int, body: str) -> tuple[int, str]:
+    """Return exit code and stderr of a command whose stdout is `path`, buffered as in a pipe."""
+    script = f"from densefeed.system import errors\ndef main():\n    {body}\nerrors.run(main)"
+    variables = {name: os.environ[name] for name in os.environ if name != "PYTHONUNBUFFERED"}
+    with open(path, "wb") as stdout:
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=variables,
+        )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "want"),
+    [
+        ("print('6 images')", (141, "")),
+        ("print('6 images'); raise errors.UserError('x is cut')", (2, "error: x is cut\n")),
+    ],
+)
+def test_a_command_whose_reader_is_gone_has_no_traceback(body, want):
+    """As in `verify ... | head -0`: a short text is written when the command ends."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert run_writing_to(writer, body) == want
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has /dev/full")
+def test_a_full_disk_under_stdout_is_one_sentence():
+    code, printed = run_writing_to("/dev/full", "print('6 images')")
+    assert code == 2
+    assert len(printed.splitlines()) == 1
+    assert "the disk is full" in printed
 
 
 def test_other_errors_of_a_command_keep_their_traceback():

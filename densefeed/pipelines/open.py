@@ -15,7 +15,7 @@ from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import CPU, Source, ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.storage.images import limit_pixels
+from densefeed.storage.images import MaxPixels, limit_pixels
 from densefeed.system.devices import THREADS, free_memory
 from densefeed.system.errors import UserError
 from densefeed.system.options import Bounds, Count, Fraction, Options
@@ -37,8 +37,7 @@ class DataOptions(Options):
     # folder: folders of images; ffcv: .beton files; dali: either, decoded by NVIDIA DALI
     loader: str = "folder"
     threads: Count = THREADS  # decoding threads of each rank
-    # refuse images of more pixels; Pillow warns above the default; memory is 3 to 8 bytes each
-    max_pixels: Count = MAX_PIXELS
+    max_pixels: MaxPixels = MAX_PIXELS
     # stop at an unreadable sample, or skip and count it
     on_bad_sample: Literal["raise", "skip"] = "raise"
     # order of the training set; blocks reads runs of storage, for disks and network file systems

@@ -26,12 +26,15 @@ from typing import NamedTuple
 import numpy as np
 
 from densefeed import native
+from densefeed.native import MAX_PIXELS
 from densefeed.storage.datasets import MOST_CLASSES
+from densefeed.storage.images import MaxPixels, limit_pixels
 from densefeed.storage.score_maps import ScoreMaps, find_faults
 from densefeed.system.devices import CORES
 from densefeed.system.errors import UserError
 from densefeed.system.files import name_errors
 from densefeed.system.json_files import parse_json
+from densefeed.system.options import Bounds
 from densefeed.system.prefetch import ordered_map
 from densefeed.system.progress import bar
 from densefeed.system.terminal import print
@@ -812,11 +815,13 @@ def find_damage(beton: Beton, index: int) -> str | None:
     return None
 
 
-def verify_files(files: tuple[Path, ...], /) -> None:
+def verify_files(files: tuple[Path, ...], /, max_pixels: MaxPixels = MAX_PIXELS) -> None:
     """Read all checked bytes, decode every image, and list every damaged sample.
 
     If any sample is damaged, the exit code is 2, after the last file.
     """
+    Bounds(1).check("max_pixels", max_pixels)
+    limit_pixels(max_pixels)
     bad = []
     if not files:
         raise UserError("no .beton file was named; name one or several")

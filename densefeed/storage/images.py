@@ -5,15 +5,17 @@ import io
 import math
 import warnings
 from pathlib import Path
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
 
 import numpy as np
+import tyro
 from PIL import Image, UnidentifiedImageError
 
 from densefeed import native
 from densefeed.storage import datasets
 from densefeed.storage.geometry import LTRB
 from densefeed.system.errors import UserError
+from densefeed.system.options import Count
 
 # Files whose byte size enters the fingerprint. A stat of every file of a network disk takes
 # minutes.
@@ -25,6 +27,15 @@ FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM")
 MOST_BYTES = 2**29
 # TIFF's tags of the size of a tile.
 TILE_WIDTH, TILE_LENGTH = 322, 323
+
+# The option of every command that decodes images.
+MaxPixels = Annotated[
+    Count,
+    tyro.conf.arg(
+        help="refuse images of more pixels; Pillow warns above the default; memory is 3 to 8 bytes "
+        "each"
+    ),
+]
 
 max_pixels = native.MAX_PIXELS
 # Pillow warns above half of its limit. Here an image is either read or refused.

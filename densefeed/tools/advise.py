@@ -27,10 +27,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from densefeed.models.token_transformer import has_tokens
+from densefeed.native import MAX_PIXELS
 from densefeed.objectives import build_objective
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.open import LOADERS, DataOptions, open_dataset
 from densefeed.recipes import RECIPES
+from densefeed.storage.images import MaxPixels
 from densefeed.system.devices import CORES, choose_device, synchronize
 from densefeed.system.errors import UserError, is_out_of_memory, make_command
 from densefeed.system.malloc import tune_malloc
@@ -74,6 +76,7 @@ class AdviceOptions(Options):
     batch: Count = 64  # images per training step; on a CPU the step is timed with at most 8
     size: Count = 224  # side of the network's input, pixels
     threads: tuple[int, ...] = ()  # numbers of decoding threads to try; default: 1, 2, 4, ..., all
+    max_pixels: MaxPixels = MAX_PIXELS
     json: Path | None = None  # write all measurements to this JSON file
 
 
@@ -166,6 +169,8 @@ def recommend(advice: Advice, step: Throughput, options: AdviceOptions, objectiv
     words = ["python", "train.py", *recipe_words(options.model, objective, options.size)]
     words += ["--loader", loader, "--data", options.data]
     words += ["--score-maps", options.score_maps] if options.score_maps else []
+    given = options.max_pixels != MAX_PIXELS
+    words += ["--max-pixels", options.max_pixels] if given else []
     words += ["--threads", threads, "--val", "VAL", "--out", "RUN"]
     trains = f"`{shlex.join(map(str, words))}` trains about {format_rate(advice.images_per_s)}"
     loader_rate, step_rate = format_rate(speed.images_per_s), format_rate(step.images_per_s)
@@ -208,6 +213,7 @@ def data_options(options: AdviceOptions, loader: str, threads: int) -> DataOptio
         loader=loader,
         threads=threads,
         size=options.size,
+        max_pixels=options.max_pixels,
     )
 
 

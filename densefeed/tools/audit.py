@@ -27,7 +27,7 @@ from densefeed.native import MAX_PIXELS
 from densefeed.relabel.audit import AuditResult, audit, class_name
 from densefeed.relabel.reference_match import ORIENTATIONS, References
 from densefeed.relabel.teacher import Teacher
-from densefeed.storage.images import Images, decode, limit_pixels
+from densefeed.storage.images import Images, MaxPixels, decode, limit_pixels
 from densefeed.storage.row_codecs import cell_targets
 from densefeed.storage.store_file import StoreFile
 from densefeed.system.devices import CORES, choose_device
@@ -100,8 +100,7 @@ class AuditOptions(Options):
     images: Annotated[int, Bounds(2)] = 300  # images shown to the reference
     # read all rows of a file of more than 100,000, of which otherwise 20,480 are read
     every_row: bool = False
-    # refuse images of more pixels; Pillow warns above the default; memory is 3 to 8 bytes each
-    max_pixels: Count = MAX_PIXELS
+    max_pixels: MaxPixels = MAX_PIXELS
     threads: Count = CORES  # decoding threads
     device: str = "auto"  # device of the reference; auto: cuda if there is one, else cpu
 

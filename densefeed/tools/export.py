@@ -94,7 +94,6 @@ def write_config(trained: Trained, path: Path) -> None:
         name: value for name, value in trained.kwargs.items() if not name.endswith(left_out)
     }
     config = {"pretrained_cfg": preprocessing(trained), "label_names": trained.class_names}
-    # Not a str: timm before 1.0.31 opens it as a Path.
     save_config_for_hf(trained.model, path, model_config=config, model_args=arguments)
     # timm writes a pair of sides. One number means the same, and models with one side (LV-ViT)
     # accept it too.

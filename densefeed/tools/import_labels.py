@@ -28,7 +28,7 @@ from densefeed.native import MAX_PIXELS
 from densefeed.relabel.audit import audit, neighbors
 from densefeed.relabel.reference_match import FOOTPRINT_WORDS, References, find_layout, look
 from densefeed.storage.geometry import Footprint
-from densefeed.storage.images import Images, limit_pixels
+from densefeed.storage.images import Images, MaxPixels, limit_pixels
 from densefeed.storage.packs import (
     FIRST_DOT,
     PUBLISHED,
@@ -68,8 +68,7 @@ class Import(Options):
     # if an image has no usable map: write no file, or give every cell the image's own label
     missing: Literal["raise", "label"] = "raise"
     problems: Path | None = None  # text file to write: every image without a usable map, and why
-    # refuse images of more pixels; Pillow warns above the default; memory is 3 to 8 bytes each
-    max_pixels: Count = MAX_PIXELS
+    max_pixels: MaxPixels = MAX_PIXELS
     threads: Count = CORES  # threads that read files
     # a model to compare the maps with: a timm model, a checkpoint, or a run folder of train.py
     reference: str = ""

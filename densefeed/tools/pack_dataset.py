@@ -46,7 +46,7 @@ from densefeed.pipelines.folder import score_map_spec
 from densefeed.storage import indexed_jpeg
 from densefeed.storage.beton import PAGE, map_arrays, map_fields
 from densefeed.storage.beton_writer import FAILED, PACKED, BetonWriter, Sample
-from densefeed.storage.images import Images, decode, limit_pixels
+from densefeed.storage.images import Images, MaxPixels, decode, limit_pixels
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.devices import CORES
 from densefeed.system.errors import UserError, make_command
@@ -83,8 +83,7 @@ class Packing(Options):
     quality: Annotated[int, Bounds(1, 100)] = 95
     # transcode JPEGs losslessly with an index of their segments, which makes crops faster to decode
     index: bool = True
-    # refuse images of more pixels; Pillow warns above the default; memory is 3 to 8 bytes each
-    max_pixels: Count = MAX_PIXELS
+    max_pixels: MaxPixels = MAX_PIXELS
     threads: Count = CORES  # threads that read and check images
     # if an image cannot be packed: write no file, or a file without it
     on_bad_sample: Literal["raise", "skip"] = "raise"

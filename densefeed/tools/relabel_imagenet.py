@@ -39,7 +39,7 @@ from densefeed.relabel.labeling import begin_pass, finish_pass
 from densefeed.relabel.rendering import NativeRender
 from densefeed.relabel.scoring import Precision
 from densefeed.storage.geometry import Geometry
-from densefeed.storage.images import Images, limit_pixels
+from densefeed.storage.images import Images, MaxPixels, limit_pixels
 from densefeed.storage.maintenance import summary
 from densefeed.storage.row_codecs import Absent, Form
 from densefeed.storage.shards import Shard
@@ -82,8 +82,7 @@ class Labeling(Options):
     split: str = "train"  # split of the dataset
     # images per forward pass; auto: the largest power of two that fits, 32 on a CPU
     batch: int | Literal["auto"] = "auto"
-    # refuse images of more pixels; Pillow warns above the default; memory is 3 to 8 bytes each
-    max_pixels: Count = MAX_PIXELS
+    max_pixels: MaxPixels = MAX_PIXELS
     threads: Count = THREADS  # decoding threads of each rank
     device: str = "auto"  # auto: cuda if there is one, else cpu
     precision: Precision = "auto"  # auto: bf16 on GPUs that have it, else fp32

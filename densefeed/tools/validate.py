@@ -43,11 +43,13 @@ from timm.data import RealLabelsImagenet
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from densefeed.native import MAX_PIXELS
 from densefeed.pipelines.augment.augmentation import Normalize
 from densefeed.pipelines.batch import to_device
 from densefeed.pipelines.loader import Source, ThreadedLoader
 from densefeed.pipelines.open import find_loader
 from densefeed.pipelines.plan import EpochPlan
+from densefeed.storage.images import MaxPixels, limit_pixels
 from densefeed.system.devices import CORES, choose_device, synchronize
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import check_ending
@@ -85,6 +87,7 @@ class Validation(Options):
     real: str = ""  # ReaL labels: path of real.json, or `timm` for the copy in timm
     batch: Count = 128  # images per forward pass
     threads: Count = CORES  # decoding threads
+    max_pixels: MaxPixels = MAX_PIXELS
     device: str = "auto"  # auto: cuda if it is available, else cpu
     # auto: bf16 autocast on CUDA, float32 on a CPU
     precision: Literal["auto", "fp32", "bf16"] = "auto"
@@ -283,6 +286,7 @@ def main(options: Validation) -> dict:
     if options.json:
         check_ending(options.json, ".json", "--json")
         check_replaceable(options.json, "model_images_per_s", "--json")
+    limit_pixels(options.max_pixels)
     device = choose_device(options.device)
     trained = open_trained(options.checkpoint, options.weights, options.model, options.size)
     source, model = open_source(options), trained.model

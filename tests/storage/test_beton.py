@@ -1241,6 +1241,15 @@ def test_raw_images_of_too_many_pixels_are_refused(tmp_path, random_maps):
     assert verify(tmp_path / "x.beton", 1) == []
 
 
+def test_the_limit_of_pixels_is_an_option_of_verify(packed, command):
+    words = ("tools/beton.py", "verify", packed[0], "--max-pixels")
+    refused, read, wrong = (command(*words, most) for most in (100, 10**6, 0))
+    assert (refused.returncode, read.returncode, wrong.returncode) == (2, 0, 2)
+    assert "pixels are more than --max-pixels 100" in refused.stdout
+    assert f"{packed[0]}: no faults" in read.stdout
+    assert wrong.stderr == "error: --max-pixels is 0, and must be at least 1\n"
+
+
 def test_a_disk_without_locks_takes_the_same_file(
     tmp_path, random_maps, packed, monkeypatch, no_locks
 ):

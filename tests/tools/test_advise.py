@@ -102,6 +102,7 @@ def test_the_recommended_command_trains_that_model(model, objective, size, words
         model=model,
         size=size,
         threads=(1, 2),
+        max_pixels=10**8,
     )
     advice = choose(scaling("ffcv", 4000, 1.0, (1, 2)), Throughput(6000, 0.1), 2)
     text = recommend(advice, Throughput(6000, 0.1), options, objective)
@@ -113,7 +114,7 @@ def test_the_recommended_command_trains_that_model(model, objective, size, words
     data = config.data
     trained = config.model.name, config.objective.name, data.size
     assert trained == (model, objective, size)
-    assert (data.loader, data.threads) == ("ffcv", 2)
+    assert (data.loader, data.threads, data.max_pixels) == ("ffcv", 2, 10**8)
     assert (str(data.train), str(data.score_maps)) == ("my data/*.beton", "maps.h5")
     assert str(data.val) == "VAL"
     assert not config.mix.mixtoken or model.startswith("lvvit")

@@ -449,6 +449,12 @@ def test_invalid_options_are_refused(images, resnet, tmp_path, fields, message):
     assert not list(tmp_path.iterdir())
 
 
+def test_images_of_more_pixels_than_the_limit_are_refused(images, resnet):
+    with pytest.raises(UserError, match=r"\.JPEG .*pixels are more than --max-pixels 100"):
+        validate.main(options(resnet, images, max_pixels=100))
+    assert validate.main(options(resnet, images))["images"] == 30
+
+
 @pytest.mark.parametrize("content", ['{"data": {}}', "[[1], []]", "{", "NaN"])
 def test_a_json_file_of_something_else_is_not_replaced(images, resnet, tmp_path, content):
     """The config of a run, or the ReaL labels that the command reads."""

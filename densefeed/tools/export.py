@@ -19,12 +19,14 @@ PyTorch before the file gets its name.
 If --size is not the size that the model was trained at, its position table is resampled once, at
 export. Our models are trained and evaluated on crops that are resized with an antialiased triangle
 filter; config.json calls it `bilinear`, which is the same filter in timm. If several files are
-written, all of them are complete before the first one gets its name.
+written, all of them are complete before the first one gets its name, and a second export to the same
+folder is refused meanwhile.
 """
 
 import importlib.util
 import json
 import logging
+import os
 import warnings
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -40,7 +42,7 @@ import tyro
 from timm.models._hub import save_config_for_hf
 
 from densefeed.system.errors import UserError, first_line, make_command
-from densefeed.system.files import name_errors, replace_file
+from densefeed.system.files import make_folder, name_errors, open_locked, replace_file
 from densefeed.system.provenance import check_replaceable
 from densefeed.system.terminal import print
 from densefeed.tools.load_model import Trained, Weights, open_trained
@@ -212,7 +214,10 @@ def main(export: Export) -> list[Path]:
     trained = open_trained(export.checkpoint, export.weights, export.model, export.size)
     new_folder, agreement = not out.exists(), ""
     try:
+        make_folder(out)
         with ExitStack() as stack:
+            # Two exports at once could leave the weights of one with the config of the other.
+            stack.callback(os.close, open_locked(out, os.O_RDONLY))
             parts = {path: stack.enter_context(replace_file(path)) for path in files}
             for path, write in files.items():
                 with name_errors(path):

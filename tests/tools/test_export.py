@@ -1,5 +1,6 @@
 """Exported models, loaded by timm and by ONNX Runtime: equal logits."""
 
+import fcntl
 import importlib.util
 import json
 import os
@@ -92,6 +93,19 @@ def test_the_config_of_a_run_is_not_replaced(runs, tmp_path):
     with pytest.raises(UserError, match=r"config.json is no earlier output, and would be replaced"):
         export.main(Export(checkpoint=checkpoint, out=tmp_path))
     assert (tmp_path / "config.json").read_text() == '{"data": {}}'
+
+
+def test_two_exports_at_once_do_not_mix(runs, tmp_path):
+    checkpoint = next(iter(sorted(runs.rglob("*.pt"))))
+    other = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match=rf"^{tmp_path} is being written by another process"):
+            export.main(Export(checkpoint=checkpoint, out=tmp_path))
+    finally:
+        os.close(other)
+    assert not list(tmp_path.iterdir())
+    export.main(Export(checkpoint=checkpoint, out=tmp_path))
 
 
 def test_timm_finds_the_preprocessing(runs, tmp_path):

@@ -19,8 +19,8 @@ PyTorch before the file gets its name.
 If --size is not the size that the model was trained at, its position table is resampled once, at
 export. Our models are trained and evaluated on crops that are resized with an antialiased triangle
 filter; config.json calls it `bilinear`, which is the same filter in timm. If several files are
-written, all of them are complete before the first one gets its name, and a second export to the same
-folder is refused meanwhile.
+written, all of them are complete before the first one gets its name. A second export to the same
+folder at the same time is refused.
 """
 
 import importlib.util

@@ -588,6 +588,8 @@ def test_third_party_checkpoint_is_not_resumed(packed, tmp_path):
         (dict(model_kwargs=("depth",)), "--model-kwargs 'depth' is not NAME=VALUE"),
         (dict(model_kwargs=("depth=two",)), "--model-kwargs 'depth=two' is not NAME=VALUE"),
         (dict(model_kwargs=("token_dim=1",)), "lvvit_micro cannot be built: .*token_dim"),
+        (dict(model_kwargs=("patch_size=0",)), "--model-kwargs patch_size is not above 0"),
+        (dict(model_kwargs=("stem_width=-1",)), "lvvit_micro cannot be built: Trying to create"),
         (dict(model_kwargs=("no_such=1",)), "--model-kwargs no_such is no argument that a checkp"),
         (dict(model_kwargs=("checkpoint_path='x'",)), "--model-kwargs checkpoint_path is no arg"),
         (

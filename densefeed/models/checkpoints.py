@@ -33,13 +33,18 @@ from densefeed.models.model_spec import (
 )
 from densefeed.models.t2t import T2TViT
 from densefeed.storage.torch_files import TorchFileError, check_torch_file
-from densefeed.system.errors import UserError, explain_os_error, first_line
+from densefeed.system.errors import UserError, explain_os_error, first_line, is_out_of_memory
 from densefeed.system.files import open_regular
 from densefeed.system.json_files import read_json
 from densefeed.system.terminal import print
 
 # Bytes of a checkpoint's pickle. With 10,000 tensors and 20,000 class names it has 2 MB.
 MAX_PICKLE = 2**24
+# Bytes of the header of a safetensors file, about 100 for each tensor. One of 75 MB took 2.7 GB.
+MAX_HEADER = 2**22
+# Bytes of a model's tables that are no weights, such as Swin's masks of its windows. The largest of
+# timm's are the 202 MB of beit_large_patch16_512.
+MAX_TABLES = 2**28
 # Beside the checkpoints of a run folder; training/run_checkpoints.py writes it.
 MANIFEST = "manifest.json"
 # Tensors of other dtypes, such as complex numbers, are no weights of a model.
@@ -76,6 +81,7 @@ def load(path: Path) -> dict:
         with open_regular(path) as file:
             verify(file, path)
             if path.suffix == ".safetensors":
+                check_header(file, path)
                 return {"model": load_file(path)}
             check_torch_file(file, MAX_PICKLE)
             # timm's trainer and those derived from it save the command line as a Namespace, which
@@ -101,6 +107,16 @@ def load(path: Path) -> dict:
         what = f"a {type(checkpoint).__name__} instead of a dictionary of weights"
         raise CheckpointError(f"{path} holds {what}; choose another file")
     return checkpoint
+
+
+def check_header(file: BinaryIO, path: Path) -> None:
+    """Raise CheckpointError for a safetensors file whose header is larger than any model's."""
+    file.seek(0)
+    # Its length is the first eight bytes; safetensors refuses a file without them.
+    if int.from_bytes(file.read(8), "little") > MAX_HEADER:
+        raise CheckpointError(
+            f"{path} has a header of more than {MAX_HEADER:,} bytes; choose another file"
+        )
 
 
 def verify(file: BinaryIO, path: Path) -> None:
@@ -216,16 +232,30 @@ def build(path: Path, model_name: str = "") -> tuple[nn.Module, dict]:
         if spec:
             # The shapes are compared before the model takes memory: a file may state any size.
             with warnings.catch_warnings(action="ignore"):
-                build_on_meta(spec).load_state_dict(weights)
+                twin = build_on_meta(spec)
+                twin.load_state_dict(weights)
+            check_tables(twin, path)
         model = spec.build() if spec else build_for_weights(name, weights)
         model.load_state_dict(weights)
     except CANNOT_BUILD as error:
+        if is_out_of_memory(error):
+            raise
         # The second line of PyTorch's message names weights that do not fit, perhaps hundreds.
         reason = " ".join(line.strip()[:200] for line in str(error).splitlines()[:2])
         raise CheckpointError(
             f"{path} does not fit the model {name}: {reason}; check --model"
         ) from error
     return model, checkpoint
+
+
+def check_tables(twin: nn.Module, path: Path) -> None:
+    """Raise CheckpointError if a model takes memory for more than its weights."""
+    tables = sum(buffer.nbytes for buffer in twin.buffers())
+    if tables > MAX_TABLES:
+        raise CheckpointError(
+            f"{path}: its recipe builds tables of {tables:,} bytes beside the weights; train it "
+            "again with a smaller img_size or window_size"
+        )
 
 
 def read_spec(checkpoint: dict, path: Path) -> ModelSpec | None:

@@ -30,6 +30,10 @@ ARGUMENTS = (
 # Arguments that count blocks, each of which takes a millisecond to build.
 DEPTHS = frozenset(("depth", "depths", "layers", "num_layers"))
 MAX_DEPTH = 1000
+# Arguments that divide, or are divided, when a model is built.
+POSITIVE = frozenset(
+    ("img_size", "patch_size", "embed_dim", "embed_dims", "num_heads", "mlp_ratio", "mlp_ratios")
+)
 MAX_PIXELS = 4096
 # Cells along a window. Swin's table of its pairs of cells is no weight: 8 MB at 32, 0.8 GB at 100.
 MAX_WINDOW = 32
@@ -59,7 +63,11 @@ class ModelSpec(NamedTuple):
 
 def is_registered(name: object) -> bool:
     """Whether `name` is one of timm's models, perhaps with the tag of published weights."""
-    return isinstance(name, str) and NAME.fullmatch(name) is not None and timm.is_model(name)
+    if not isinstance(name, str) or not NAME.fullmatch(name) or not timm.is_model(name):
+        return False
+    # timm.is_model disregards tags.
+    architecture, dot, _ = name.partition(".")
+    return not dot or name in timm.models.get_arch_pretrained_cfgs(architecture)
 
 
 def find_forbidden(kwargs: dict) -> str:
@@ -77,6 +85,8 @@ def find_forbidden(kwargs: dict) -> str:
             return f"{name} is neither a number, a short text nor a list of these"
         elif largest := find_excess(name, value):
             return f"{name} is above {largest:,}"
+        elif name in POSITIVE and any(number <= 0 for number in numbers_in(value)):
+            return f"{name} is not above 0"
     return ""
 
 
@@ -97,11 +107,16 @@ def is_channels(name: str, value: object) -> bool:
 
 def find_excess(name: str, value: object) -> int:
     """Return the limit that a plain value of this argument is above, else 0."""
-    numbers = [n for n in flatten(value) if isinstance(n, int | float)]
+    numbers = numbers_in(value)
     if name in DEPTHS and sum(map(abs, numbers)) > MAX_DEPTH:
         return MAX_DEPTH
     limit = {"img_size": MAX_PIXELS, "window_size": MAX_WINDOW}.get(name, MAX_NUMBER)
     return limit if any(abs(number) > limit for number in numbers) else 0
+
+
+def numbers_in(value: object) -> list[int | float]:
+    """List the numbers of a plain value."""
+    return [n for n in flatten(value) if isinstance(n, int | float)]
 
 
 def flatten(value: object) -> list[object]:

@@ -105,7 +105,7 @@ class MapCorrelation:
     def best(self) -> tuple[int, int]:
         """Return footprint and orientation of the greatest mean correlation."""
         # -1 is the least correlation: a layout without a value is never the best.
-        mean_G8 = np.nan_to_num(np.nanmean(self.own, axis=0), nan=-1.0)
+        mean_G8 = np.nan_to_num(mean_known(self.own), nan=-1.0)
         return divmod(int(mean_G8.argmax()), len(ORIENTATIONS))
 
     def in_best_layout(self, correlation_NG8: np.ndarray) -> np.ndarray:
@@ -116,15 +116,17 @@ class MapCorrelation:
     def is_reproduced(self) -> bool:
         """Whether the reference makes these maps itself."""
         # The median, so that a few maps of other images do not hide that the rest is reproduced.
-        return bool(np.nanmedian(self.in_best_layout(self.own)) > SAME_MAP)
+        own = self.in_best_layout(self.own)
+        own = own[~np.isnan(own)]
+        return len(own) > 0 and bool(np.median(own) > SAME_MAP)
 
     def is_located(self) -> bool:
         """Whether the reference locates objects in these images, which evidence of layout needs."""
         own, other = self.in_best_layout(self.own), self.in_best_layout(self.other)
-        return bool(np.nanmean(own) >= MIN_CORRELATION and paired_t(own - other) >= SURE_T)
+        return bool(mean_known(own) >= MIN_CORRELATION and paired_t(own - other) >= SURE_T)
 
     def summarize(self) -> dict:
-        """Return plain numbers for JSON: means over the images."""
+        """Return plain numbers for JSON: means over the images, NaN where all maps are flat."""
         return {
             "images": len(self.rows),
             "elongated": int(self.elongated.sum()),
@@ -132,10 +134,10 @@ class MapCorrelation:
             "correlation": {
                 footprint: dict(zip(ORIENTATIONS, mean_8, strict=True))
                 for footprint, mean_8 in zip(
-                    self.footprints, np.nanmean(self.own, axis=0).tolist(), strict=True
+                    self.footprints, mean_known(self.own).tolist(), strict=True
                 )
             },
-            "neighbor": float(np.nanmean(self.in_best_layout(self.other))),
+            "neighbor": float(mean_known(self.in_best_layout(self.other))),
         }
 
 
@@ -254,6 +256,13 @@ def correlate(stored_SSP: np.ndarray, palette: np.ndarray, reference_SSK: np.nda
     if size < 1e-9:
         return np.full(8, np.nan)
     return np.array([(upright(stored, o) * reference).sum() / size for o in range(8)])
+
+
+def mean_known(values: np.ndarray) -> np.ndarray:
+    """Average over the first axis the values that are not NaN; NaN where there are none."""
+    known = (~np.isnan(values)).sum(0)
+    # Unlike nanmean, without a warning.
+    return np.nansum(values, 0) / np.where(known, known, np.nan)
 
 
 def paired_t(difference_N: np.ndarray) -> float:

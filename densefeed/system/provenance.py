@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import subprocess
@@ -95,6 +96,16 @@ def check_replaceable(path: Path, key: str, option: str) -> None:
 
 
 def write_json(path: Path, document: dict | list) -> None:
-    """Write `document` as JSON, atomically."""
+    """Write `document` as JSON, atomically; numbers that are not finite become null."""
     with replace_file(path) as part:
-        part.write_text(json.dumps(document, indent=1) + "\n")
+        text = json.dumps(replace_nonfinite(document), indent=1, allow_nan=False)
+        part.write_text(text + "\n")
+
+
+def replace_nonfinite(value: object) -> object:
+    """Return a document with None for each number that JSON cannot hold."""
+    if isinstance(value, dict):
+        return {name: replace_nonfinite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [replace_nonfinite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -124,7 +124,7 @@ def main(options: AuditOptions) -> None:
     result = audit(path, images, references, options.images, options.every_row, options.threads)
     text = render_page(result)
     with replace_file(out) as part:
-        part.write_text(text)
+        part.write_text(text, encoding="utf-8")
     write_json(numbers, result.to_dict())
     print_checks(result)
     size = f"{out.stat().st_size / 1024:,.0f} KiB"

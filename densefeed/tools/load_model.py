@@ -9,8 +9,9 @@ from timm.layers import resample_abs_pos_embed
 from torch import nn
 
 from densefeed.models import checkpoints
+from densefeed.models.model_spec import CANNOT_BUILD
 from densefeed.models.token_transformer import TokenTransformer
-from densefeed.system.errors import UserError, first_line
+from densefeed.system.errors import UserError, first_line, is_out_of_memory
 
 Weights = Literal["ema", "raw"]
 # Our loaders resample with an antialiased triangle filter, which Pillow and timm call bilinear.
@@ -149,7 +150,9 @@ def at_size(
         # Some families find out only in a forward pass that they cannot take the size.
         with torch.inference_mode():
             model.eval()(torch.zeros(1, 3, size, size))
-    except (ValueError, RuntimeError, AssertionError, TypeError) as error:
+    except CANNOT_BUILD as error:
+        if is_out_of_memory(error):
+            raise
         raise UserError(
             f"{path}: {recipe.name} cannot take inputs of {size} px ({first_line(error)}); choose "
             "another --size"

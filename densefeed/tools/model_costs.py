@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from densefeed.models import checkpoints  # noqa: F401  (registers our models with timm)
+from densefeed.models.model_spec import is_registered
 from densefeed.system.errors import UserError, first_line, make_command
 
 # fvcore's counts.
@@ -80,7 +81,7 @@ def costs_by_name(name: str, size: int = 0) -> tuple[Costs, int]:
 
     Raises UserError for an unknown model, or a size that it cannot take.
     """
-    if not timm.is_model(name):
+    if not is_registered(name):
         raise UserError(f"timm knows no model {name!r}; timm.list_models() lists those it knows")
     fused = use_fused_attn()
     # The products inside a fused attention cannot be counted.

@@ -229,19 +229,23 @@ def parse_truth(
 ) -> Truth:
     """Return the objects of a scene of a file `path` of true boxes. UserError if it has none."""
     objects = scenes.get(name) if isinstance(scenes, dict) else None
-    good = isinstance(objects, list) and is_number(size) and size > 0
-    if not good or not all(is_object(item, classes) for item in objects):
+    # An image has the class of one of its objects.
+    good = isinstance(objects, list) and objects and is_number(size)
+    if not good or not all(is_object(item, size, classes) for item in objects):
         raise UserError(f"{path} is damaged (the objects of {name}); make the scenes again")
     numbers = np.array([classes[str(item["digit"])] for item in objects], np.int64)
     boxes = np.array([item["box"] for item in objects], float).reshape(-1, 4)
     return Truth(numbers, boxes / size)
 
 
-def is_object(item: object, classes: dict[str, int]) -> bool:
-    """Whether an item of a scene has a digit that is a class, and a box of four numbers."""
+def is_object(item: object, size: float, classes: dict[str, int]) -> bool:
+    """Whether an item of a scene has a digit that is a class, and a box in `size` pixels."""
     box = item.get("box") if isinstance(item, dict) else None
     whole = isinstance(box, list) and len(box) == 4 and all(map(is_number, box))
-    return whole and str(item.get("digit")) in classes
+    if not whole or str(item.get("digit")) not in classes:
+        return False
+    left, top, right, bottom = box
+    return 0 <= left < right <= size and 0 <= top < bottom <= size
 
 
 # ------------------------------------------------------------------------- tokens and objects
@@ -487,7 +491,7 @@ def main(report: Report) -> None:
         **crops,
     )
     with replace_file(out) as part:
-        part.write_text(text)
+        part.write_text(text, encoding="utf-8")
     if crops["purity"]:
         write_json(out.with_suffix(".json"), crops["purity"])
     print(f"{out}: {out.stat().st_size / 1024:,.0f} KiB, open it in a browser")

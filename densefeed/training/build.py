@@ -4,10 +4,10 @@ import torch
 from torch import nn
 
 from densefeed.models import checkpoints
-from densefeed.models.model_spec import find_forbidden, is_registered
+from densefeed.models.model_spec import CANNOT_BUILD, find_forbidden, is_registered
 from densefeed.models.token_transformer import TokenTransformer, has_tokens
 from densefeed.objectives.base import Objective
-from densefeed.system.errors import UserError, first_line
+from densefeed.system.errors import UserError, first_line, is_out_of_memory
 from densefeed.training.compile import get_networks
 from densefeed.training.config import Config
 from densefeed.training.speed import training_flops
@@ -70,11 +70,13 @@ def build_model(
             spec = checkpoints.ModelSpec(name, way)
             model = spec.build()
             break
-        except (TypeError, ValueError, AssertionError) as error:
+        except CANNOT_BUILD as error:
+            if is_out_of_memory(error):
+                raise
             # A TypeError means that this model has no such argument: try the next way.
             if way is ways[-1] or not isinstance(error, TypeError):
                 remedy = "; give --drop-path 0" if "drop_path_rate" in str(error) else ""
-                raise UserError(f"{name} cannot be built: {error}{remedy}") from error
+                raise UserError(f"{name} cannot be built: {first_line(error)}{remedy}") from error
     check_model_sizes(config, objective, model)
     return model, spec
 
@@ -90,7 +92,9 @@ def check_model_sizes(config: Config, objective: Objective, model: nn.Module) ->
         try:
             with torch.inference_mode():
                 model.eval()(torch.zeros(1, 3, side, side))
-        except (ValueError, RuntimeError, AssertionError) as error:
+        except CANNOT_BUILD as error:
+            if is_out_of_memory(error):
+                raise
             option = "other --sizes" if sizes else "another --size"
             raise UserError(
                 f"{name} cannot train at {side} px ({first_line(error)}); choose {option} or "

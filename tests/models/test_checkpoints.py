@@ -19,6 +19,7 @@ from torch.nn import functional as F
 import densefeed.train as training
 from densefeed.models import checkpoints
 from densefeed.models.lvvit import LVViT, checkpoint_filter_fn
+from densefeed.models.model_spec import build_on_meta
 from densefeed.objectives import build_objective
 from densefeed.pipelines.augment.augmentation import Normalize
 from densefeed.pipelines.batch import to_device
@@ -511,6 +512,38 @@ def test_weights_that_repeat_a_storage_are_refused(source, tmp_path):
     path = save({"model": {str(n): one for n in range(9)}}, tmp_path / "x.pt")
     with pytest.raises(checkpoints.CheckpointError, match="repeat a few storages"):
         checkpoints.build(path, "lvvit_micro")
+
+
+def test_tables_beside_small_weights_are_refused_before_they_take_memory(source, tmp_path):
+    """A file of 50 kB: Swin's masks of its windows are no weights, and take 4 GB."""
+    kwargs = {"img_size": 4096, "window_size": 32, "embed_dim": 4, "depths": [2], "num_heads": [1]}
+    spec = checkpoints.ModelSpec("swin_tiny_patch4_window7_224", kwargs)
+    state = {name: torch.zeros(t.shape) for name, t in build_on_meta(spec).state_dict().items()}
+    path = save_run(tmp_path, source, recipe=spec._asdict(), model=state)
+    with pytest.raises(checkpoints.CheckpointError, match=r"builds tables of 4,311,744,512 bytes"):
+        checkpoints.build(path)
+
+
+def test_the_header_of_safetensors_is_limited(tmp_path):
+    """Its parser takes 35 times its bytes."""
+    path = tmp_path / "x.safetensors"
+    empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps(dict.fromkeys(map(str, range(80_000)), empty)).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(
+        checkpoints.CheckpointError, match="has a header of more than 4,194,304 byt"
+    ):
+        checkpoints.load(path)
+
+
+def test_out_of_memory_is_not_called_a_model_that_does_not_fit(source, tmp_path, monkeypatch):
+    def fail(_):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    path = save_run(tmp_path, source)
+    monkeypatch.setattr(checkpoints.ModelSpec, "build", fail)
+    with pytest.raises(RuntimeError, match="can't allocate"):
+        checkpoints.build(path)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

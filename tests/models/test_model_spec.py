@@ -5,7 +5,7 @@ import math
 import pytest
 
 from densefeed import recipes
-from densefeed.models.model_spec import find_forbidden, is_registered
+from densefeed.models.model_spec import POSITIVE, find_forbidden, is_registered
 from densefeed.system.options import parse_arguments
 from densefeed.tools.ablations import RUNS
 
@@ -25,6 +25,12 @@ def test_other_arguments_and_sizes_are_forbidden(name):
     found = find_forbidden({"num_heads": 3, name: FORBIDDEN[name]})
     assert found.startswith(f"{name[:40]} ")
     assert found.isprintable()
+
+
+@pytest.mark.parametrize("name", sorted(POSITIVE))
+@pytest.mark.parametrize("value", [0, -1, (3, 0)])
+def test_sizes_that_divide_are_above_0(name, value):
+    assert find_forbidden({name: value}) == f"{name} is not above 0"
 
 
 @pytest.mark.parametrize(
@@ -65,5 +71,8 @@ def test_what_ablations_write_is_allowed():
 def test_names_of_the_registry():
     assert is_registered("lvvit_s")
     assert is_registered("resnet18.a1_in1k")
+    # timm.is_model knows these two, and create_model does not.
+    assert not is_registered("resnet18.nope")
+    assert not is_registered("lvvit_s.nope")
     others = ("hf-hub:timm/resnet18", "local-dir:/tmp", "resnet18.x/../y", "resnet18.a:b", "none")
     assert not any(map(is_registered, (*others, "", None, 3)))

@@ -1,7 +1,9 @@
 """The audit as a command, its page, and imports that find the layout of their pack."""
 
+import copy
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,6 +89,25 @@ def test_the_page_of_a_clean_store(scenes, located, student, tmp_path, capsys):
     assert all(item["label"] != item["top_class"] for item in numbers["disagreements"])
     printed = capsys.readouterr().out
     assert all(f"sound  {name}" in printed for name in ("orientation", "coverage", "rows"))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_reference_of_flat_maps_is_no_number(scenes, located, student, tmp_path, monkeypatch):
+    """Its correlations are NaN, which JSON cannot hold: the page could not be written again."""
+    flat = copy.deepcopy(located.teachers(1)["squash"].model)
+    for weights in flat.parameters():
+        weights.data.zero_()
+    loaded = audit_tool.load_network()._replace(model=flat)
+    monkeypatch.setattr(audit_tool, "load_network", lambda *_: loaded)
+    options = make_options(
+        scenes / "maps.h5", located, teacher="student", input_size=48, out=tmp_path / "a.html"
+    )
+    for _ in range(2):
+        audit_tool.main(options)
+    reference = json.loads((tmp_path / "a.json").read_text())["reference"]
+    assert reference["neighbor"] is None
+    assert set(reference["correlation"]["center-crop"].values()) == {None}
+    assert "nan" not in re.sub(r"data:image\S+", "", (tmp_path / "a.html").read_text()).lower()
 
 
 def test_faults_are_listed_first_and_raise_an_error(scenes, located, student, tmp_path):

@@ -24,6 +24,7 @@ from densefeed.tools.report import (
     find_owners,
     main,
     make_row,
+    parse_truth,
     read_run,
 )
 
@@ -177,6 +178,15 @@ def test_impossible_numbers_are_refused_with_the_file(run_folder, file, name, va
     (run_folder / file).write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(UserError, match=rf"run/{file}.* is damaged.*{name}.*; (remove|copy)"):
         read_run(run_folder)
+
+
+@pytest.mark.parametrize("objects", [[], [{"digit": 0, "box": [0, 0, 1, 50]}], [{"digit": 0}]])
+def test_true_boxes_that_are_none_are_refused(objects):
+    """An image without objects, and a box outside of the scene."""
+    with pytest.raises(UserError, match=r"x.json is damaged \(the objects of a\); make"):
+        parse_truth({"a": objects}, 40, "a", {"0": 0}, Path("x.json"))
+    good = parse_truth({"a": [{"digit": 0, "box": [0, 0, 40, 40]}]}, 40, "a", {"0": 0}, Path("x"))
+    assert good.boxes_ltrb.tolist() == [[0, 0, 1, 1]]
 
 
 def test_control_characters_of_names_are_not_in_the_page(run_folder):

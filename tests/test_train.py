@@ -579,7 +579,12 @@ def test_third_party_checkpoint_is_not_resumed(packed, tmp_path):
         (dict(drop_path=2.0), "--drop-path is 2, and must be from 0 to 0.99"),
         (dict(ema=2.0), "--ema is 2, and must be from 0 to 1"),
         (dict(token_weight=float("inf")), "--token-weight is inf"),
-        (dict(color_jitter=(0.1, 0.2)), "must be one number, or three or four"),
+        (dict(color_jitter=(0.1, 0.2)), "must have one, three or four"),
+        (dict(color_jitter=(1e308,)), "must be from 0 to 10"),
+        (dict(color_jitter=(float("nan"),)), "must be from 0 to 10"),
+        (dict(color_jitter=(0.1, 0.1, 0.1, 0.6)), "at most 0.5"),
+        (dict(erase_count=101), "--erase-count is 101, and must be from 1 to 100"),
+        (dict(rand_augment="rand-m9-n101"), "is 101 operations per image; lower"),
         (
             dict(color_jitter=(0.4,), rand_augment="rand-m9"),
             "--color-jitter is off beside --rand-augment",

@@ -35,7 +35,7 @@ from densefeed.models.t2t import T2TViT
 from densefeed.storage.torch_files import TorchFileError, check_torch_file
 from densefeed.system.errors import UserError, explain_os_error, first_line, is_out_of_memory
 from densefeed.system.files import open_regular
-from densefeed.system.json_files import read_json
+from densefeed.system.json_files import is_number, read_json
 from densefeed.system.terminal import print
 
 # Bytes of a checkpoint's pickle. With 10,000 tensors and 20,000 class names it has 2 MB.
@@ -298,7 +298,12 @@ def read_facts(checkpoint: dict, path: Path) -> Facts:
 
 
 def are_names(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
+    return isinstance(value, list | tuple) and all(map(is_text, value))
+
+
+def is_text(value: object) -> bool:
+    """Whether a value is a string that a file can hold, without halves of surrogate pairs."""
+    return isinstance(value, str) and value.encode(errors="replace").decode() == value
 
 
 # How a value is checked, and what it should be.
@@ -307,7 +312,7 @@ FACTS = {
     "std": (lambda value: is_channels("std", value), "three numbers above 0"),
     "class_names": (are_names, "a list of names"),
     "size": (lambda value: type(value) is int and value > 0, "a number of pixels"),
-    "crop_pct": (lambda value: type(value) in (int, float) and 0 < value <= 1, "from 0 to 1"),
+    "crop_pct": (lambda value: is_number(value) and 1e-3 <= value <= 1, "from 0.001 to 1"),
 }
 
 

@@ -34,8 +34,8 @@ def choose_device(name: str) -> torch.device:
         found = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(found)
-        # Only an allocation shows whether the device can be used.
-        torch.empty(1, device=device)
+        # Only a copy back shows whether the device can be used: `meta` allocates.
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UserError(
             f"--device {name} cannot be used here ({first_line(error)}); take auto, cpu or cuda"

@@ -11,7 +11,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from densefeed.system.terminal import print
+from densefeed.system.terminal import flush, print
 
 REMEDIES = {
     errno.ENOSPC: "the disk is full; free some space or choose another --out",
@@ -131,8 +131,7 @@ def run(main: Callable[[], object]) -> None:
         check_byte_order()
         main()
         # Else Python writes the rest when it exits, where an error has no sentence.
-        if sys.stdout:
-            sys.stdout.flush()
+        flush()
     except UserError as error:
         stop(str(error))
     except OSError as error:
@@ -174,13 +173,13 @@ def discard_stdout() -> None:
 
 def stop(sentence: str) -> None:
     """Print `sentence` on stderr and exit with code 2."""
-    # Else what was printed before could appear after the error. A daemon may have no stdout.
-    if sys.stdout:
-        try:
-            sys.stdout.flush()
-        # A closed pipe or a full disk, which may be the error of the sentence.
-        except OSError:
-            discard_stdout()
-    # Messages of libraries may have several lines.
-    print(f"error: {' '.join(sentence.split())}", file=sys.stderr, flush=True)
+    # Else what was printed before could appear after the error.
+    try:
+        flush()
+    # A closed pipe or a full disk, which may be the error of the sentence.
+    except OSError:
+        discard_stdout()
+    # Messages of libraries may have several lines. A stderr that is full or closed takes none.
+    with suppress(OSError):
+        print(f"error: {' '.join(sentence.split())}", file=sys.stderr, flush=True)
     sys.exit(2)

@@ -6,6 +6,8 @@ A file may be called `\\x1b[2J` or end in characters that reverse the order of t
 import builtins
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 # Control characters (C0, DEL, C1), which terminals obey or start a line of their own; separators
@@ -27,4 +29,22 @@ def print(*values: object, sep: str = " ", file: TextIO | None = None, flush: bo
     It replaces Python's function in all modules of the package, so that none forgets it.
     """
     line = sep.join(map(escape_controls, values))
-    builtins.print(line, file=file or sys.stdout, flush=flush)
+    with name_stream("standard output" if file in (None, sys.stdout) else "standard error"):
+        builtins.print(line, file=file or sys.stdout, flush=flush)
+
+
+def flush() -> None:
+    """Write what was printed. A daemon may have no stdout."""
+    if sys.stdout:
+        with name_stream("standard output"):
+            sys.stdout.flush()
+
+
+@contextmanager
+def name_stream(name: str) -> Iterator[None]:
+    """Let errors of the operating system name the stream, for example on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = name
+        raise

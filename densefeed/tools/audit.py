@@ -114,9 +114,11 @@ def main(options: AuditOptions) -> None:
     path = options.maps
     if options.teacher and options.data is None:
         raise UserError("--teacher needs the images; pass them with --data")
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; name a file of score maps")
     out = options.out or path.with_suffix(".audit.html")
-    numbers = options.json or out.with_suffix(".json")
     check_ending(out, ".html", "--out")
+    numbers = options.json or out.with_suffix(".json")
     check_ending(numbers, ".json", "--json")
     check_replaceable(numbers, "checks", "--json" if options.json else "--out")
     images = Images(options.data, options.dataset, options.split) if options.data else None

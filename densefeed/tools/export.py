@@ -28,6 +28,7 @@ import json
 import logging
 import os
 import warnings
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,14 @@ import tyro
 from timm.models._hub import save_config_for_hf
 
 from densefeed.system.errors import UserError, first_line, make_command
-from densefeed.system.files import make_folder, name_errors, open_locked, replace_file
+from densefeed.system.files import (
+    check_regular,
+    make_folder,
+    name_errors,
+    open_locked,
+    replace_file,
+    sync,
+)
 from densefeed.system.provenance import check_replaceable
 from densefeed.system.terminal import print
 from densefeed.tools.load_model import Trained, Weights, open_trained
@@ -198,6 +206,33 @@ def check_onnx(trained: Trained, path: Path) -> float:
     return worst
 
 
+def write_files(trained: Trained, files: Mapping[Path, Callable], out: Path) -> str:
+    """Write the files of a folder, config.json first, by their functions; return how ONNX compares.
+
+    No file gets its name before all are complete.
+    """
+    config, agreement = out / "config.json", ""
+    make_folder(out)
+    with ExitStack() as stack:
+        # Two exports at once could leave the weights of one with the config of the other.
+        stack.callback(os.close, open_locked(out, os.O_RDONLY))
+        parts = {path: stack.enter_context(replace_file(path)) for path in files}
+        for path, write in files.items():
+            with name_errors(path):
+                write(trained, parts[path])
+        if out / ONNX in files:
+            error = check_onnx(trained, parts[out / ONNX])
+            agreement = f"; ONNX within {error:.0e} of PyTorch"
+        for path, part in parts.items():
+            with name_errors(path):
+                sync(part)
+        # The stack names config.json last. A kill between two names leaves a folder that does not
+        # load, and never the config of one model with the weights of another.
+        if config in files:
+            config.unlink(missing_ok=True)
+    return agreement
+
+
 def main(export: Export) -> list[Path]:
     """Export the model; return the paths of the files."""
     out, files = export.out, {}
@@ -205,26 +240,17 @@ def main(export: Export) -> list[Path]:
         raise UserError(f"{out} is a file, and --out must be a folder; choose another --out")
     check_replaceable(out / "config.json", "architecture", "--out")
     if export.format != "onnx":
-        files = {out / "model.safetensors": write_safetensors, out / "config.json": write_config}
-    as_onnx = export.format != "safetensors"
-    if as_onnx:
+        files = {out / "config.json": write_config, out / "model.safetensors": write_safetensors}
+    if export.format != "safetensors":
         # Before the model is loaded, which may take long.
         check_onnx_packages()
         files[out / ONNX] = write_onnx
+    for path in files:
+        check_regular(path)
     trained = open_trained(export.checkpoint, export.weights, export.model, export.size)
-    new_folder, agreement = not out.exists(), ""
+    new_folder = not out.exists()
     try:
-        make_folder(out)
-        with ExitStack() as stack:
-            # Two exports at once could leave the weights of one with the config of the other.
-            stack.callback(os.close, open_locked(out, os.O_RDONLY))
-            parts = {path: stack.enter_context(replace_file(path)) for path in files}
-            for path, write in files.items():
-                with name_errors(path):
-                    write(trained, parts[path])
-            if as_onnx:
-                error = check_onnx(trained, parts[out / ONNX])
-                agreement = f"; ONNX within {error:.0e} of PyTorch"
+        agreement = write_files(trained, files, out)
     except BaseException:
         if new_folder:
             # The folder may not have been made yet.

@@ -29,6 +29,7 @@ from densefeed.objectives.base import DenseObjective
 from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.loader import ThreadedLoader
+from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.targets import PLAIN, TargetRules, sparse_targets
 from densefeed.storage.images import Images
 from densefeed.system.errors import UserError, make_command
@@ -51,6 +52,9 @@ CONTACTS = 12
 PURITY_CROPS = 2000
 # Bytes of a file of true boxes: 80,000 scenes.
 LARGEST_BOXES = 2**24
+# Bytes of a batch that is replayed, and a quarter of it where the training set is smaller than a
+# batch: 1,024 images of 448 px take 0.6 GB.
+MOST_PIXELS = 2**30
 # Bytes of metrics.jsonl, which take about ten times as many in memory.
 LONGEST_LOG = 2**26
 # The remedy for a damaged file of a run.
@@ -409,6 +413,21 @@ def choose_run(runs: list[RunRecord]) -> RunRecord | None:
     return (plain or dense or [None])[-1]
 
 
+def describe_excess(plan: EpochPlan) -> str:
+    """Return why a batch takes too much memory to be replayed, or an empty string if it does not.
+
+    A config from anywhere may state any batch and size.
+    """
+    few = plan.batch > plan.num_samples
+    pixels = 3 * plan.batch * plan.size(0) ** 2
+    if pixels <= (MOST_PIXELS // 4 if few else MOST_PIXELS):
+        return ""
+    return (
+        f"batches of {plan.batch:,} images of {plan.size(0):,} px ({pixels / 1e9:,.1f} GB) for "
+        f"{plan.num_samples:,} training images"
+    )
+
+
 def replay(runs: list[RunRecord], boxes: Path | None) -> dict:
     """Replay the first epoch of a run; return what the page shows of it."""
     page = {"labeled": None, "sheet": [], "purity": None, "grid": 0}
@@ -424,6 +443,9 @@ def replay(runs: list[RunRecord], boxes: Path | None) -> dict:
         print(f"the report shows no crops: {error}", file=sys.stderr)
         return page
     with closing(loader), explain_oom(0, run.name):
+        if too_large := describe_excess(loader.plan):
+            print(f"the report shows no crops: {run.name} has {too_large}", file=sys.stderr)
+            return page
         grid, augmentation = build_augmentation(run, loader)
         truths = read_truths(boxes, run, loader) if boxes else []
         sheet = make_contact_sheet(run, loader, truths, grid, augmentation)

@@ -54,7 +54,7 @@ from densefeed.system.devices import CORES, choose_device, synchronize
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import check_ending
 from densefeed.system.json_files import read_json
-from densefeed.system.options import Count, Fraction, Options
+from densefeed.system.options import Bounds, Count, Fraction, Options
 from densefeed.system.progress import bar
 from densefeed.system.provenance import check_replaceable, environment, write_json
 from densefeed.system.terminal import escape_controls
@@ -149,7 +149,8 @@ def check_real_json(path: str) -> None:
     """Raise UserError if the file is not a list of lists of class numbers."""
     lists = read_json(Path(path), "copy it again", list)
     nested = all(isinstance(classes, list) for classes in lists)
-    if not nested or not all(type(number) is int for classes in lists for number in classes):
+    numbers = [number for classes in lists for number in classes] if nested else [None]
+    if not all(type(number) is int and number >= 0 for number in numbers):
         raise UserError(
             f"{path} is not a list of lists of class numbers; use the real.json of arXiv 2006.07159"
         )
@@ -287,6 +288,9 @@ def main(options: Validation) -> dict:
         check_ending(options.json, ".json", "--json")
         check_replaceable(options.json, "model_images_per_s", "--json")
     limit_pixels(options.max_pixels)
+    # 0 stands for the checkpoint's value.
+    if options.crop_pct:
+        Bounds(1e-3, 1).check("crop_pct", options.crop_pct)
     device = choose_device(options.device)
     trained = open_trained(options.checkpoint, options.weights, options.model, options.size)
     source, model = open_source(options), trained.model

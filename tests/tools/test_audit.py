@@ -91,6 +91,19 @@ def test_the_page_of_a_clean_store(scenes, located, student, tmp_path, capsys):
     assert all(f"sound  {name}" in printed for name in ("orientation", "coverage", "rows"))
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"maps": Path("")}, r"\. is a folder; name a file of score maps"),
+        ({"maps": Path("m.h5"), "out": Path("")}, r"--out \. must end in \.html"),
+        ({"maps": Path("m.h5"), "json": Path("")}, r"--json \. must end in \.json"),
+    ],
+)
+def test_empty_paths_are_refused(fields, said):
+    with pytest.raises(UserError, match=said):
+        audit_tool.main(AuditOptions(**fields))
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_reference_of_flat_maps_is_no_number(scenes, located, student, tmp_path, monkeypatch):
     """Its correlations are NaN, which JSON cannot hold: the page could not be written again."""

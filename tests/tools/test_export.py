@@ -108,6 +108,34 @@ def test_two_exports_at_once_do_not_mix(runs, tmp_path):
     export.main(Export(checkpoint=checkpoint, out=tmp_path))
 
 
+def test_a_kill_between_two_names_leaves_no_config(runs, tmp_path, monkeypatch):
+    """Else the folder would load: weights of one model, classes of another."""
+    checkpoint = next(iter(sorted(runs.rglob("*.pt"))))
+    options = Export(checkpoint=checkpoint, out=tmp_path)
+    export.main(options)
+    replace_file, named = os.replace, []
+
+    def killed(part, path):
+        named.append(Path(path).name)
+        if len(named) == 2:
+            raise KeyboardInterrupt
+        replace_file(part, path)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        export.main(options)
+    assert named == ["model.safetensors", "config.json"]
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
+def test_a_folder_in_place_of_a_file_changes_nothing(runs, tmp_path):
+    checkpoint = next(iter(sorted(runs.rglob("*.pt"))))
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(UserError, match=r"model.safetensors is no regular file; remove it"):
+        export.main(Export(checkpoint=checkpoint, out=tmp_path))
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
 def test_timm_finds_the_preprocessing(runs, tmp_path):
     export.main(Export(checkpoint=runs / "lvvit_micro", out=tmp_path))
     data = resolve_data_config(model=load(tmp_path))

@@ -21,6 +21,7 @@ from densefeed.tools.report import (
     boxes_in_crop,
     build_augmentation,
     curve,
+    describe_excess,
     find_owners,
     main,
     make_row,
@@ -178,6 +179,20 @@ def test_impossible_numbers_are_refused_with_the_file(run_folder, file, name, va
     (run_folder / file).write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(UserError, match=rf"run/{file}.* is damaged.*{name}.*; (remove|copy)"):
         read_run(run_folder)
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch", "size", "fits"),
+    [
+        (40, 100_000, 64, False),
+        (40, 1024, 224, True),
+        (1_281_167, 1024, 448, True),
+        (1_281_167, 1024, 10_000, False),
+    ],
+)
+def test_a_batch_that_takes_all_memory_is_not_replayed(samples, batch, size, fits):
+    plan = EpochPlan(num_samples=samples, batch=batch, seed=0, mode="train", sizes=((0, size),))
+    assert (describe_excess(plan) == "") == fits
 
 
 @pytest.mark.parametrize("objects", [[], [{"digit": 0, "box": [0, 0, 1, 50]}], [{"digit": 0}]])

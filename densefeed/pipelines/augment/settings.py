@@ -4,7 +4,6 @@ The numbers have the meaning that timm and torchvision give to them. timm itself
 RandAugment's string; arguments follow the formulas of timm/data/auto_augment.py.
 """
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from densefeed.pipelines.augment.operations import OPERATIONS
 from densefeed.system.errors import UserError
-from densefeed.system.options import Bounds, Count, Fraction, NonNegativeInt, Options
+from densefeed.system.options import Bounds, Fraction, NonNegativeInt, Options
 
 # N samples   R operations of a batch
 
@@ -26,6 +25,10 @@ TABLES = ("Invert", "Posterize", "Solarize", "SolarizeAdd", "Brightness")
 CODES = {name: code for code, name in enumerate((*TABLES, *OPERATIONS))}
 # Of an erased box, as in timm: the least share of the image's area, the least ratio of sides.
 LEAST_AREA, LEAST_ASPECT = 0.02, 0.3
+# Most operations, or erased boxes, per image: a run folder from anywhere is replayed by the report.
+MOST_STEPS = 100
+# Brightness 10 multiplies by up to 11, which leaves white.
+MOST_JITTER = 10.0
 STRING = re.compile(r"rand(-((m|n|mmax|inc)\d+|(p|mstd)\d*\.?\d+|t(weights|3aw?)?))*")
 
 
@@ -76,7 +79,7 @@ class Augment(Options):
     erase_probability: Fraction = 0.0  # of random erasing (timm's reprob)
     # what erased pixels become: zeros (the mean), one color, or noise
     erase_mode: Literal["const", "rand", "pixel"] = "pixel"
-    erase_count: Count = 1  # most boxes per image
+    erase_count: Annotated[int, Bounds(1, MOST_STEPS)] = 1  # most boxes per image
     # largest area of all boxes together, as a fraction of the image; the smallest is 0.02
     erase_max_area: Annotated[float, Bounds(LEAST_AREA, 1)] = 1 / 3
 
@@ -92,11 +95,14 @@ class Augment(Options):
                 "--color-jitter is off beside --rand-augment, as in timm; give one of the two"
             )
         if len(jitter) not in (0, 1, 3, 4):
-            raise UserError(f"--color-jitter {jitter} must be one number, or three or four")
-        if min(self.jitter) < 0 or self.jitter[3] > 0.5 or not all(map(math.isfinite, self.jitter)):
             raise UserError(
-                f"--color-jitter {jitter} must be finite and not negative, and its hue (the fourth "
-                "number) at most 0.5"
+                f"--color-jitter has {len(jitter):,} numbers, and must have one, three or four"
+            )
+        # Written as `not <=`, so that NaN fails too.
+        if not all(0 <= strength <= MOST_JITTER for strength in jitter) or self.jitter[3] > 0.5:
+            raise UserError(
+                f"--color-jitter {jitter} must be from 0 to {MOST_JITTER:g}, and its hue (the "
+                "fourth number) at most 0.5"
             )
 
     def unused(self) -> dict[str, str]:
@@ -156,6 +162,11 @@ class RandAugmentSpec(NamedTuple):
             raise UserError(
                 f"--rand-augment {text!r} uses {missing[0]}, which is not implemented; choose "
                 "another set"
+            )
+        if parsed.num_layers > MOST_STEPS:
+            raise UserError(
+                f"--rand-augment {text!r} is {parsed.num_layers:,} operations per image; lower "
+                f"its n to at most {MOST_STEPS}"
             )
         if parsed.choice_weights is not None and parsed.num_layers > len(names):
             raise UserError(

@@ -70,3 +70,12 @@ def parse_int(text: str) -> int:
 def is_number(value: object) -> bool:
     """Whether a value of a JSON file is a number; True and False are none."""
     return type(value) in (int, float)
+
+
+def check_number(path: Path, name: str, value: object, most: float, remedy: str) -> None:
+    """Raise UserError if a value of a JSON file is no number from 0 to `most`.
+
+    The error names the file and the value, and ends in `remedy`.
+    """
+    if not is_number(value) or not 0 <= value <= most:
+        raise UserError(f"{path} is damaged ({name} is no number from 0 to {most:,}); {remedy}")

@@ -8,7 +8,6 @@ Each step is a command that you can type yourself, and is printed before it runs
 kept, so a second call is quick and an interrupted one continues; remove the folder to start over.
 """
 
-import json
 import shlex
 import statistics
 import subprocess
@@ -21,6 +20,7 @@ from rich.table import Table
 
 from densefeed.recipes import RECIPES
 from densefeed.system.errors import UserError, make_command
+from densefeed.system.json_files import check_number, read_json
 from densefeed.system.options import Count, Options
 from densefeed.system.terminal import print
 
@@ -41,6 +41,8 @@ PARTS = {"all": "all digits", "largest": "the largest digit", "others": "the oth
 # The teacher's input when it labels: slightly larger than a scene, since at this size it recognizes
 # both large and small digits.
 TEACHER_SIZE = 112
+# The end of the remedy for a damaged file of a finished step.
+AGAIN = "run the same command again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +151,28 @@ def train_model(
 
 
 def read_top1(folder: Path) -> float:
-    """Return the top-1 of a finished run, 0 to 1."""
-    return json.loads((folder / "result.json").read_text())["top1"]
+    """Return the top-1 of a finished run, 0 to 1. Raises UserError if its result is damaged."""
+    path, remedy = folder / "result.json", f"remove it, and {AGAIN}"
+    top1 = read_json(path, remedy).get("top1")
+    check_number(path, "top1", top1, 1, remedy)
+    return top1
+
+
+def read_purity(report: Path) -> dict[str, dict[str, float]]:
+    """Return the shares of correct labels, which tools/report.py writes beside its page `report`.
+
+    They are those of each kind in LABELS, on each part in PARTS. Raises UserError if the file is
+    damaged.
+    """
+    # The step of the report is skipped as long as its page exists.
+    path, remedy = report.with_suffix(".json"), f"remove it and {report.name}, and {AGAIN}"
+    purity = read_json(path, remedy)
+    for kind in LABELS:
+        shares = purity.get(kind)
+        for part in PARTS:
+            share = shares.get(part) if isinstance(shares, dict) else None
+            check_number(path, f"{kind}.{part}", share, 1, remedy)
+    return purity
 
 
 def recipe_name(student: str) -> str:
@@ -169,10 +191,8 @@ def run_flow(out: Path, seed: int, options: Quickstart) -> dict:
     report, boxes = out / "report.html", out / "scenes/boxes.json"
     purpose = "Write the report: results, curves, and what the students saw"
     run_step(report, purpose, "tools/report.py", *runs.values(), boxes=boxes, out=report)
-    # tools/report.py writes the shares of correct labels beside its page.
-    purity = json.loads(report.with_suffix(".json").read_text())
     top1 = {name: read_top1(folder) for name, folder in runs.items()}
-    return {"top1": top1, "purity": purity}
+    return {"top1": top1, "purity": read_purity(report)}
 
 
 def format_spread(values: list[float]) -> str:

@@ -34,7 +34,7 @@ from densefeed.pipelines.targets import PLAIN, TargetRules, sparse_targets
 from densefeed.storage.images import Images
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import check_ending, open_regular, replace_file
-from densefeed.system.json_files import is_number, read_json
+from densefeed.system.json_files import check_number, is_number, read_json
 from densefeed.system.options import leaves, with_options
 from densefeed.system.progress import bar
 from densefeed.system.provenance import check_replaceable, write_json
@@ -107,8 +107,7 @@ def read_run(folder: Path) -> RunRecord:
         train, val = read_metrics(folder / "metrics.jsonl")
     bounds = {"seconds": 10**10, "data_wait_share": 1} if result else {}
     for name, most in bounds.items():
-        if not is_number(result.get(name)) or not 0 <= result[name] <= most:
-            raise UserError(f"{done} is damaged ({name} is no number from 0 to {most:,}); {AGAIN}")
+        check_number(done, name, result.get(name), most, AGAIN)
     return RunRecord(folder.name, config, result, train, val)
 
 

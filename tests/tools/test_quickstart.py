@@ -1,0 +1,95 @@
+"""The quickstart reads the results of finished steps, which may be damaged.
+
+tests/test_readme.py runs the whole flow.
+"""
+
+import json
+import os
+
+import pytest
+
+from densefeed.system.errors import UserError
+from densefeed.tools import ablations
+from densefeed.tools.ablations import Ablations
+from densefeed.tools.quickstart import LABELS, PARTS, Quickstart, main
+
+PURITY = {kind: dict.fromkeys(PARTS, 0.25) for kind in LABELS}
+
+
+def make_flow(out):
+    """Make the files of a finished flow with one student, `ce`."""
+    (out / "scenes").mkdir(parents=True)
+    for name in ("maps.h5", "train.beton", "val.beton", "report.html"):
+        (out / name).touch()
+    (out / "report.json").write_text(json.dumps(PURITY))
+    for name in ("teacher", "ce"):
+        (out / "runs" / name).mkdir(parents=True)
+        (out / "runs" / name / "result.json").write_text('{"top1": 0.5}')
+
+
+@pytest.fixture
+def flow(tmp_path):
+    """The options of a finished flow."""
+    make_flow(tmp_path / "flow")
+    return Quickstart(out=tmp_path / "flow", students=("ce",))
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (b"", "Expecting value"),
+        (b'{"top1": 0.', "Expecting ',' delimiter"),
+        (b"[]", "it does not hold an object"),
+        (b"[" * 10**5, "it is nested too deeply"),
+        (b"\xff", "can't decode byte 0xff"),
+        (b'{"top1": NaN}', "NaN is not a finite number"),
+        *(
+            (b'{"top1": %s}' % value, "top1 is no number from 0 to 1")
+            for value in (b"null", b'"0.5"', b"[0.5]", b"true", b"1e308", b"-0.1")
+        ),
+        (b"{}", "top1 is no number from 0 to 1"),
+    ],
+)
+def test_a_damaged_result_of_a_finished_run_is_named(flow, content, fault):
+    path = flow.out / "runs/ce/result.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=rf"^{path} is damaged \(.*\); remove it, and run") as error:
+        main(flow)
+    assert fault in str(error.value)
+    seed = flow.out.rename(flow.out.with_name("seed-0"))
+    with pytest.raises(UserError, match=rf"^{seed}/runs/ce/result.json is damaged \("):
+        ablations.main(Ablations(out=seed.parent, rows=("ce",)))
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ("", "Expecting value"),
+        ("[]", "it does not hold an object"),
+        ("{}", "image.all is no number from 0 to 1"),
+        (json.dumps(PURITY | {"token": 1}), "token.all is no number from 0 to 1"),
+        (json.dumps(PURITY | {"token": {"all": 0.5}}), "token.largest is no number from 0 to 1"),
+        (json.dumps(PURITY | {"token": dict.fromkeys(PARTS, 1e308)}), "token.all is no number"),
+        (json.dumps(PURITY | {"token": dict.fromkeys(PARTS)}), "token.all is no number"),
+    ],
+)
+def test_damaged_shares_of_correct_labels_are_named(flow, content, fault):
+    path = flow.out / "report.json"
+    path.write_text(content)
+    remedy = "remove it and report.html, and run the same command again"
+    with pytest.raises(UserError, match=rf"^{path} is damaged \(.*\); {remedy}$") as error:
+        main(flow)
+    assert fault in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["runs/ce/result.json", "report.json"])
+def test_pipes_and_devices_among_the_results_are_refused(flow, name):
+    path = flow.out / name
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="this is no regular file"):
+        main(flow)
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(OSError, match="this is no regular file"):
+        main(flow)

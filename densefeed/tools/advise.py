@@ -403,7 +403,8 @@ def show(document: dict, advice: Advice) -> None:
     rate, share = format_rate(step["images_per_s"]), f"{step['cores'] / CORES:.0%}"
     table.add_row(escape(name), "", rate, share, "")
     console.print(table)
-    console.print(document["advice"], markup=False, soft_wrap=True)
+    # Not by rich, which reads names of emoji in a path, also without markup.
+    print(document["advice"])
 
 
 command = make_command(main, AdviceOptions, __doc__)

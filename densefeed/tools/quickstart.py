@@ -215,7 +215,8 @@ def main(options: Quickstart) -> None:
     flows = [run_flow(out, seed, options) for out, seed in zip(folders, options.seeds, strict=True)]
     show(flows, options.students)
     reports = ", ".join(str(folder / "report.html") for folder in folders)
-    Console().print(f"Open the report in a browser: {reports}", soft_wrap=True)
+    # Not by rich, which reads markup and names of emoji in a path.
+    print(f"Open the report in a browser: {reports}")
 
 
 def show(flows: list[dict], students: tuple[str, ...]) -> None:

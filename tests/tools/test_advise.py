@@ -183,6 +183,14 @@ def test_a_folder_with_and_without_score_maps(folder, maps, tmp_path, short_meas
     assert document["step"]["objective"] == "ce"
 
 
+def test_the_recommended_command_is_printed_as_it_is(folder, tmp_path, short_measurements, capsys):
+    odd = tmp_path / ":smiley:[red]"
+    odd.symlink_to(folder)
+    document = advise.main(small(odd, tmp_path, threads=(1,)))
+    assert str(odd) in document["advice"]
+    assert document["advice"] in capsys.readouterr().out
+
+
 def test_the_command_needs_data(command, tmp_path):
     done = command("tools/advise.py", "--model", "lvvit_micro")
     assert done.returncode == 2

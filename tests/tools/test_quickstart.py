@@ -1,4 +1,4 @@
-"""The quickstart reads the results of finished steps, which may be damaged.
+"""The quickstart reads the results of finished steps, which may be damaged, and prints its paths.
 
 tests/test_readme.py runs the whole flow.
 """
@@ -93,3 +93,13 @@ def test_pipes_and_devices_among_the_results_are_refused(flow, name):
     path.symlink_to("/dev/zero")
     with pytest.raises(OSError, match="this is no regular file"):
         main(flow)
+
+
+@pytest.mark.parametrize("name", ["x[/b]", "[red]x", ":smiley:", "x" * 120])
+def test_the_path_of_the_report_is_printed_as_it_is(tmp_path, capsys, name):
+    make_flow(tmp_path / name)
+    main(Quickstart(out=tmp_path / name, students=("ce",)))
+    printed = capsys.readouterr().out
+    assert printed.endswith(f"Open the report in a browser: {tmp_path / name}/report.html\n")
+    assert "50.0 %" in printed
+    assert "25.0 %" in printed

@@ -9,7 +9,7 @@ of BatchNorm in evaluation mode).
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import timm
 import torch
@@ -23,11 +23,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from densefeed.models import checkpoints  # noqa: F401  (registers our models with timm)
 from densefeed.models.model_spec import is_registered
 from densefeed.system.errors import UserError, first_line, make_command
+from densefeed.system.options import Bounds, Options
 
 # fvcore's counts.
 PER_ELEMENT = {nn.LayerNorm: 5, nn.BatchNorm2d: 2}
 # Products of two activations. Layers are mm, addmm and convolution.
 ACTIVATION_PRODUCTS = ("aten.bmm", "aten.baddbmm")
+# Pixels of the largest side of a JPEG. The meta device cannot hold the attention of much larger
+# inputs.
+MOST_SIDE = 2**16 - 1
 
 
 class Costs(NamedTuple):
@@ -102,12 +106,13 @@ def costs_by_name(name: str, size: int = 0) -> tuple[Costs, int]:
         ) from error
 
 
-@dataclass(frozen=True)
-class ModelCosts:
+@dataclass(frozen=True, kw_only=True)
+class ModelCosts(Options):
     """The models to count."""
 
     models: tyro.conf.Positional[tuple[str, ...]]  # names of timm's models and ours
-    size: int = 0  # side of the input, pixels; 0: each model's own
+    # side of the input, pixels; 0: each model's own
+    size: Annotated[int, Bounds(0, MOST_SIDE)] = 0
 
 
 def main(options: ModelCosts) -> None:

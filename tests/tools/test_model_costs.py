@@ -66,6 +66,19 @@ def test_sizes_that_a_model_cannot_take_are_refused():
 
 
 @pytest.mark.parametrize(
+    ("size", "why"),
+    [
+        (2**63, "--size is an integer beyond 64 bits; give a smaller one"),
+        (2**16, "--size is 65,536, and must be from 0 to 65,535"),
+        (-1, "--size is -1, and must be from 0 to 65,535"),
+    ],
+)
+def test_sizes_that_no_image_has_are_refused(size, why):
+    with pytest.raises(UserError, match=f"^{why}$"):
+        ModelCosts(models=("resnet18",), size=size)
+
+
+@pytest.mark.parametrize(
     ("words", "why"),
     [(["dhvt_huge"], "timm knows no model 'dhvt_huge'"), ([], "name at least one model")],
 )

@@ -96,6 +96,11 @@ CHECKPOINT = (
     "tools.audit {maps_h5} --data {images} --teacher {file} --out {out}/audit.html",
     train("nfnet_micro_ce", f"--loader folder {IMAGES} --init {{file}} --out {{out}}/run"),
 )
+WEIGHTS = (
+    "tools.validate {file} --model nfnet_micro --data {images} --loader folder --threads 1",
+    "tools.export {file} --model nfnet_micro --out {out}/model",
+    train("nfnet_micro_ce", f"--loader folder {IMAGES} --init {{file}} --out {{out}}/run"),
+)
 FOLDER = (
     "tools.pack_dataset --data {file} --out {out}/x.beton",
     train("lvvit_micro_ce", "--loader folder --data {file} --val {images} --out {out}/run"),
@@ -166,6 +171,7 @@ KINDS = {
     "store": Kind(30, damage_file("maps.h5", "lossless.h5", "compact.h5"), make_commands(STORE)),
     "beton": Kind(20, damage_file("train.beton"), make_commands(BETON)),
     "checkpoint": Kind(15, damage_file("run/last.pt"), make_commands(CHECKPOINT)),
+    "weights": Kind(5, damage_file("weights.safetensors"), make_commands(WEIGHTS)),
     "run": Kind(15, damage_in_folder("run", "*.json*"), make_commands(RUN)),
     "manifest": Kind(4, damage_in_folder("run", "checkpoints/*"), make_commands(RUN)),
     "image": Kind(10, damage_in_folder("images", "train/*/*"), make_commands(FOLDER)),

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from densefeed.models.checkpoints import MANIFEST
+from densefeed.models.model_spec import ModelSpec, build_on_meta
 from densefeed.training.run_checkpoints import sha256
 
 NUMBERS = (
@@ -316,6 +317,11 @@ ARGUMENTS = (
 )
 
 
+# Of a Swin transformer with small weights and large tables: at 4,096 pixels 4 GB.
+TABLES = {"window_size": 32, "embed_dim": 4, "depths": [2], "num_heads": [1], "num_classes": 2}
+SIDES = (256, 1024, 4096)
+
+
 def alter_recipe(path: Path, rng: random.Random) -> str:
     state = torch.load(path, weights_only=True)
     if not isinstance(state, dict) or "recipe" not in state:
@@ -326,11 +332,39 @@ def alter_recipe(path: Path, rng: random.Random) -> str:
     if rng.random() < 0.3:
         recipe["name"] = rng.choice(["hf-hub:a/b", "local-dir:/tmp", "no_such", "resnet18", "", 3])
         what = recipe["name"]
+    elif rng.random() < 0.2:
+        what = "tables"
+        spec = ModelSpec("swin_tiny_patch4_window7_224", {**TABLES, "img_size": rng.choice(SIDES)})
+        weights = build_on_meta(spec).state_dict()
+        recipe |= spec._asdict()
+        state |= {
+            "ema": None,
+            "model": {name: torch.zeros(weights[name].shape) for name in weights},
+        }
     else:
-        name, value = what = rng.choice(ARGUMENTS)
-        recipe["kwargs"] = {**recipe.get("kwargs", {}), name: str(evil) if value is None else value}
+        # Several, because some are harmless alone.
+        what = rng.choices(ARGUMENTS, k=rng.choice([1, 1, 2, 3]))
+        kwargs = {name: str(evil) if value is None else value for name, value in what}
+        recipe["kwargs"] = recipe.get("kwargs", {}) | kwargs
     torch.save(state, path)
     return str(what)
+
+
+def alter_safetensors(path: Path, rng: random.Random) -> str:
+    """Alter the JSON in front of the tensors, let it be long, or let its length be wrong."""
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header, tensors = json.loads(content[8 : 8 + length]), content[8 + length :]
+    empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    what = rng.choice(["value", "value", "value", "many", "length"])
+    if what == "value":
+        what = alter(header, rng)
+    elif what == "many":
+        header |= dict.fromkeys(map(str, range(rng.choice([1000, 30_000, 300_000]))), empty)
+    text = json.dumps(header).encode()
+    length = rng.choice([0, 1, 2**31, 2**63]) if what == "length" else len(text)
+    path.write_bytes(struct.pack("<Q", length) + text + tensors)
+    return what
 
 
 def pickle_code(path: Path, rng: random.Random) -> None:
@@ -478,6 +512,7 @@ BY_SUFFIX: dict[str, tuple[Callable, ...]] = {
         *(alter_recipe,) * 4,
         *(pickle_code, zip_bomb, flip_pickle, flip_pickle),
     ),
+    ".safetensors": (alter_safetensors,) * 12,
     ".npy": (write_npy,) * 12,
     ".json": (alter_json,) * 12,
     ".jsonl": (alter_json,) * 12,

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 SIZE = 32
 TRAIN, VAL = 6, 4
@@ -51,6 +52,9 @@ def make_seeds(seeds: Path, run_command: Callable) -> None:
     (parts / "class_map.json").write_text('{"cat": "cat", "dog": "dog"}')
     (parts / "real.json").write_text(json.dumps([[0], [1], [0, 1], []]))
     write_boxes(parts / "images")
+    weights = torch.load(parts / "run" / "last.pt", weights_only=True)["model"]
+    weights = {name: tensor.contiguous() for name, tensor in weights.items()}
+    save_file(weights, parts / "weights.safetensors")
     parts.rename(seeds)
 
 

@@ -312,7 +312,9 @@ def test_compiled_training_equals_eager_training(packed, tmp_path, monkeypatch, 
     training.train(config(packed, tmp_path / how, compile=how, **fields))
     assert set(modes) == {"reduce-overhead" if how == "graph" else None}
     losses = [[r["loss"] for r in records(tmp_path / name)] for name in ("plain", how)]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    # aot_eager calls the kernels of eager mode: the losses of the three steps were equal bit by bit
+    # in every environment. Sums in another order would differ by some units of 2^-23.
+    assert losses[1] == pytest.approx(losses[0], rel=8 * 2**-23)
 
 
 def test_compile_graph_rejects_microbatches(packed, tmp_path):

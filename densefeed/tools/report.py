@@ -210,10 +210,6 @@ def read_truths(path: Path, run: RunRecord, loader: ThreadedLoader) -> list[Trut
 
     Raises UserError if the file describes other images.
     """
-    if not path.exists():
-        raise UserError(
-            f"{path}: there is no such file; tools/make_digit_scenes.py writes it with its scenes"
-        )
     document = read_json(path, "make the scenes again", largest=LARGEST_BOXES)
     images = Images(path.parent, split="train")
     # Boxes are found by the number of the sample, so both must list the same images in one order.
@@ -500,6 +496,12 @@ def main(report: Report) -> None:
     folder = report.runs[-1]
     out = report.out or folder / "report.html"
     if report.boxes:
+        # Before the run is replayed, which not every run can be.
+        if not report.boxes.exists():
+            raise UserError(
+                f"{report.boxes}: there is no such file; tools/make_digit_scenes.py writes it with "
+                "its scenes"
+            )
         check_replaceable(out.with_suffix(".json"), "published", "--out")
     runs, environment = [read_run(folder) for folder in report.runs], read_environment(folder)
     crops = replay(runs, report.boxes)

@@ -225,6 +225,11 @@ def test_the_true_boxes_are_not_replaced_by_the_numbers(run_folder, tmp_path):
     assert not (tmp_path / "boxes.html").exists()
 
 
+def test_missing_boxes_are_named_though_the_run_shows_no_crops(run_folder, tmp_path):
+    with pytest.raises(UserError, match=r"no.json: there is no such file; tools/make_digit_scenes"):
+        main(Report(runs=(run_folder,), boxes=tmp_path / "no.json"))
+
+
 def test_a_log_that_no_page_can_show_is_refused(run_folder):
     with open(run_folder / "metrics.jsonl", "ab") as file:
         file.truncate(LONGEST_LOG + 1)

@@ -17,7 +17,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { SHORT = -1, CALLS = 1 << 14, LONGEST = 512 };
+enum { SHORT = -1, CALLS = 1 << 14, LONGEST = 1024 };
 
 /* The number of calls so far, and each of them. */
 static struct {
@@ -66,8 +66,9 @@ static int next_open(const char *call, int file) {
     return state && state->folder[0] && name(file, path) ? next(call, path) : 0;
 }
 
-static int next_path(const char *call, int folder, const char *path) {
-    char whole[2 * PATH_MAX] = "";
+/* Writes the absolute path of a path that is relative to an open folder. */
+static int resolve(int folder, const char *path, char *whole) {
+    whole[0] = 0;
     if (!state || !state->folder[0] || !path) return 0;
     if (path[0] != '/') {
         if (folder == AT_FDCWD) {
@@ -78,9 +79,23 @@ static int next_path(const char *call, int folder, const char *path) {
         strcat(whole, "/");
     }
     strncat(whole, path, PATH_MAX - 1);
+    return 1;
+}
+
+static int next_path(const char *call, int folder, const char *path) {
+    char whole[2 * PATH_MAX];
     /* The kernel never interrupts these. */
-    int fault = next(call, whole);
+    int fault = resolve(folder, path, whole) ? next(call, whole) : 0;
     return fault == EINTR ? 0 : fault;
+}
+
+/* As next_path, for a file `from` that gets the name `to`; the call names both. */
+static int next_name(const char *call, int from_folder, const char *from, int folder,
+    const char *to) {
+    char whole[2 * PATH_MAX], both[LONGEST];
+    resolve(from_folder, from, whole);
+    snprintf(both, sizeof both, "%s %.400s", call, whole);
+    return next_path(both, folder, to);
 }
 
 #define REAL(function) \
@@ -196,25 +211,25 @@ ALLOCATE(posix_fallocate64, off64_t)
 
 int rename(const char *from, const char *to) {
     REAL(rename);
-    FAIL(next_path("rename", AT_FDCWD, to), -1);
+    FAIL(next_name("rename", AT_FDCWD, from, AT_FDCWD, to), -1);
     return real(from, to);
 }
 
 int renameat(int from_folder, const char *from, int to_folder, const char *to) {
     REAL(renameat);
-    FAIL(next_path("renameat", to_folder, to), -1);
+    FAIL(next_name("renameat", from_folder, from, to_folder, to), -1);
     return real(from_folder, from, to_folder, to);
 }
 
 int link(const char *from, const char *to) {
     REAL(link);
-    FAIL(next_path("link", AT_FDCWD, to), -1);
+    FAIL(next_name("link", AT_FDCWD, from, AT_FDCWD, to), -1);
     return real(from, to);
 }
 
 int linkat(int from_folder, const char *from, int to_folder, const char *to, int flags) {
     REAL(linkat);
-    FAIL(next_path("linkat", to_folder, to), -1);
+    FAIL(next_name("linkat", from_folder, from, to_folder, to), -1);
     return real(from_folder, from, to_folder, to, flags);
 }
 

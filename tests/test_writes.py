@@ -27,6 +27,9 @@ EVERYTHING = os.environ.get("SOAK_FAULTS") == "all"
 # removes too, or closes a descriptor that nothing was written through since the last fsync.
 TIDYING = ("unlink", "unlinkat", "rmdir", "close")
 KINDS = errno.errorcode | {SHORT: "SHORT"}
+# Calls that change the bytes of a file, that give a file its name, and that remove one.
+CHANGING = ("write", "pwrite", "writev", "ftruncate", "posix_fallocate")
+NAMING, REMOVING = ("rename", "renameat", "link", "linkat"), ("unlink", "unlinkat")
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +94,36 @@ def sound_run(out: Path) -> bool:
         if (out / f"{name}.json").exists():
             json.loads((out / f"{name}.json").read_text())
     return True
+
+
+def find_unsynced(calls: list[str]) -> list[str]:
+    """Return what a power cut could tear: names of bytes that are not on disk, and lost names.
+
+    A file is synced after its last write and before it gets a name, and its folder after that and
+    before a file in it is removed, which may be the only other copy.
+    """
+    dirty, named, opened, wrong = set(), set(), {}, []
+    for call in calls:
+        kind, _, path = call.partition(" ")
+        kind = kind.removesuffix("64")
+        if kind in CHANGING:
+            dirty.add(path)
+        elif kind in ("fsync", "fdatasync"):
+            dirty.discard(path)
+            named = {name for name in named if os.path.dirname(name) != path}
+        elif kind == "syncfs":
+            dirty.clear()
+        elif kind in NAMING:
+            part, _, path = path.partition(" ")
+            # A file that got its name by a link is still open by the first name, now deleted.
+            files = part, opened.get(part)
+            if any(file in files or file.startswith(f"{part}/") for file in dirty):
+                wrong.append(f"{path} is not synced before it gets its name")
+            opened[path] = f"{part} (deleted)"
+            named.add(path)
+        elif kind in REMOVING and os.path.dirname(path) in map(os.path.dirname, named):
+            wrong.append(f"{path} is removed before the names in its folder are synced")
+    return wrong + [f"the folder of {name} is not synced" for name in sorted(named)]
 
 
 class Campaign:
@@ -385,11 +418,15 @@ SLOW = (
 def test_no_fault_leaves_a_wrong_file_or_is_hidden(
     name, run, request, folder, maps, packed, tmp_path, capsys
 ):
-    """After exit 0 the files are those of an undisturbed run; else one sentence names them."""
+    """After exit 0 the files are those of an undisturbed run; else one sentence names them.
+
+    In the undisturbed run every file is on disk before it gets its name.
+    """
     inputs = tmp_path if name in QUICK else request.getfixturevalue("inputs")
     campaign = Campaign(run, tmp_path, writers(inputs, folder, maps, packed)[name])
     faults = campaign.faults(QUICK.get(name, 10))
-    wrong = [line for at, fault in faults for line in campaign.inject(at, fault)]
+    wrong = find_unsynced(campaign.calls)
+    wrong += [line for at, fault in faults for line in campaign.inject(at, fault)]
     kinds = dict(Counter(KINDS[fault] for _, fault in faults))
     if EVERYTHING:
         with capsys.disabled():

@@ -21,6 +21,7 @@ from PIL import Image
 from densefeed import native
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.storage import beton as module
+from densefeed.storage import beton_writer
 from densefeed.storage.beton import (
     ALLOCATION,
     BYTES,
@@ -699,6 +700,23 @@ def test_images_lost_in_a_power_cut_are_packed_again(tmp_path, random_maps, pack
         assert writer.todo().tolist() == [3, 4, 5, 6]
     pack(path, samples)
     assert path.read_bytes() == packed[1]
+
+
+def test_images_are_on_disk_before_their_records(tmp_path, random_maps, monkeypatch):
+    """Every SYNC_BYTES both files are synced: after a power cut only what follows is read back."""
+    samples, _ = samples_of(random_maps)
+    monkeypatch.setattr(beton_writer, "SYNC_BYTES", 0)
+    synced, fsync = [], os.fsync
+    with BetonWriter(tmp_path / "x.beton", 7, map_fields(6, 3), NOTES) as writer:
+
+        def record(descriptor):
+            synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+            fsync(descriptor)
+
+        monkeypatch.setattr(os, "fsync", record)
+        for index in range(3):
+            writer.write(index, samples[index])
+    assert synced == ["x.beton.part", "x.beton.part.rows"] * 3
 
 
 def image_end(path, index):

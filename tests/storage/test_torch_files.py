@@ -1,5 +1,6 @@
 """Files that torch.save cannot have written are refused before torch.load reads them."""
 
+import copy
 import io
 import struct
 import time
@@ -132,6 +133,36 @@ def test_a_zip_that_readers_see_differently_is_refused():
     for other in (doubled, commented, io.BytesIO(bytes(moved)), inside):
         with pytest.raises(TorchFileError):
             check_torch_file(other, 2**16)
+
+
+def overlapped(count):
+    """A file of `count` equal tensors whose storages are the bytes of the first."""
+    file = saved([torch.zeros(1000) for _ in range(count)])
+    with zipfile.ZipFile(file) as old:
+        names, contents = old.namelist(), [old.read(name) for name in old.namelist()]
+    new = io.BytesIO()
+    with zipfile.ZipFile(new, "w") as zipped:
+        first = None
+        for name, content in zip(names, contents, strict=True):
+            if "/data/" in name and first:
+                # Only an entry of the directory, with the place of the first storage.
+                member = copy.copy(first)
+                member.filename = name
+                zipped.filelist.append(member)
+                continue
+            zipped.writestr(name, content)
+            if "/data/" in name:
+                first = zipped.filelist[-1]
+    return new
+
+
+def test_members_that_share_bytes_are_refused():
+    """Else a small file would state storages of any size in all."""
+    one, many = overlapped(1), overlapped(40)
+    check_torch_file(one, 2**16)
+    assert len(many.getvalue()) < 40 * 4000
+    with pytest.raises(TorchFileError, match="compressed or overlap"):
+        check_torch_file(many, 2**16)
 
 
 def test_a_legacy_file_states_no_more_than_it_holds():

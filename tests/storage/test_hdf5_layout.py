@@ -6,7 +6,14 @@ import h5py
 import numpy as np
 import pytest
 
-from densefeed.storage.hdf5_layout import LayoutError, describe_number, parse_type, read_layout
+from densefeed.storage.hdf5_layout import (
+    FILTERS,
+    LAYOUT,
+    LayoutError,
+    describe_number,
+    parse_type,
+    read_layout,
+)
 
 TYPES = ("|u1", "<u2", "<u4", "<i8", "<f2", "<f4", "<f8", "S1", "S300")
 
@@ -118,6 +125,19 @@ def test_a_virtual_dataset_and_other_versions_are_refused(tmp_path):
     (tmp_path / "no.h5").write_bytes(bytes(5000))
     with pytest.raises(LayoutError, match="no HDF5 file"):
         layout(tmp_path / "no.h5")
+
+
+def test_filters_of_a_contiguous_dataset_are_refused(tmp_path):
+    """The HDF5 library writes filters only with chunks."""
+    path = make(tmp_path / "x.h5", x=np.zeros(3))
+    content = bytearray(path.read_bytes())
+    # The message of the layout has 24 bytes; the next one is free space.
+    at = content.index(struct.pack("<HH4xBB", LAYOUT, 24, 3, 1)) + 8 + 24
+    assert struct.unpack_from("<H", content, at) == (0,)
+    struct.pack_into("<H", content, at, FILTERS)
+    path.write_bytes(content)
+    with pytest.raises(LayoutError, match="'x' has filters"):
+        layout(path)
 
 
 def find_text(content: bytes, length: int) -> int:

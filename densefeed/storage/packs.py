@@ -373,7 +373,8 @@ def import_pack(
         read_maps(images, pack, writer, threads, report)
         if log is not None:
             with replace_file(log) as part:
-                part.write_text("".join(report.lines))
+                # The bytes of a name stay as they are, also if it is not UTF-8 or the locale ASCII.
+                part.write_bytes("".join(report.lines).encode(errors="surrogateescape"))
         if report.problems and missing == "raise":
             raise UserError(
                 f"{report}; fix these files and run this again, which reads only them, "

@@ -873,7 +873,7 @@ def test_accuracy_is_over_the_images_that_were_evaluated(folder, tmp_path, capsy
     result = training.train(config((root, root), tmp_path / "run", **fields))
     line = capsys.readouterr().out
     assert f"top-1 {100 * result['top1']:.1f} % on 4 of 5 images, " in line
-    assert "; 1 unreadable images were not evaluated" in line
+    assert "; 1 unreadable image was not evaluated" in line
     assert "skipped" not in line
     assert (result["images"], result["unreadable"], result["skipped"]) == (4, 1, 0)
     assert 4 * result["top1"] == round(4 * result["top1"])

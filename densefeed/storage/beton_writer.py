@@ -227,8 +227,9 @@ class BetonWriter:
         if (rows["state"] == FAILED).any():
             differ.discard("fingerprint")
         if differ:
+            name = min(differ).replace("_", " ")
             raise UserError(
-                f"{self.part} was started with another {min(differ).replace('_', ' ')}; "
+                f"{self.part} was started with {'other' if name[-1] == 's' else 'another'} {name}; "
                 f"remove it and {self.journal.name}, or choose another --out"
             )
 

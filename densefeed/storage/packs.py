@@ -267,7 +267,9 @@ class ImportReport:
         for kind, count in self.problems.most_common():
             named = "; ".join(self.examples[kind]) + ("; ..." if count > NAMED else "")
             kinds.append(f"{kind}: {count:,} ({named})")
-        return f"{self.problems.total():,} images have no usable map - {', '.join(kinds)}"
+        total = self.problems.total()
+        images = "1 image has" if total == 1 else f"{total:,} images have"
+        return f"{images} no usable map - {', '.join(kinds)}"
 
 
 @dataclass(frozen=True, kw_only=True)

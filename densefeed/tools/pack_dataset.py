@@ -18,10 +18,10 @@ decoded without the rest (--no-index keeps their bytes too). Images that are not
 (PNG, CMYK and others), or are larger than --max-side, are encoded again as JPEG and counted. Images
 that are not JPEGs and no larger than --pixels-to (CIFAR, SVHN) are stored as raw pixels.
 
-Every image is tried, and those that cannot be packed are listed at the end. Repair these files and
+Every image is tried, and those that cannot be packed are listed at the end. Replace these files and
 run the same command again, which packs only them; or leave them out with --on-bad-sample skip. A
 run that was stopped or killed, or filled the disk, is continued in the same way: its progress is in
-OUT.part and OUT.part.rows.
+OUT.part and OUT.part.rows. Remove both after images were added or removed.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ from densefeed.storage.beton_writer import FAILED, PACKED, BetonWriter, Sample
 from densefeed.storage.images import Images, MaxPixels, decode, limit_pixels
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.devices import CORES
-from densefeed.system.errors import UserError, make_command
+from densefeed.system.errors import UserError, explain_os_error, make_command
 from densefeed.system.options import Bounds, Count, NonNegativeInt, Options
 from densefeed.system.prefetch import ordered_map
 from densefeed.system.progress import bar
@@ -118,9 +118,11 @@ def main(packing: Packing) -> None:
         try:
             reasons = pack(writer, prepare, packing.threads)
             if reasons and packing.on_bad_sample == "raise":
+                these, them = ("this file", "it") if len(reasons) == 1 else ("these files", "them")
                 raise UserError(
-                    f"{list_reasons(reasons)}; repair these files and run this command again, "
-                    "which packs only them, or add --on-bad-sample skip"
+                    f"{list_reasons(reasons)}; replace {these} and run this command again, which "
+                    f"packs only {them}, or add --on-bad-sample skip; after removing an image, "
+                    f"remove {writer.part} and {writer.journal.name} too"
                 )
             writer.finish()
         # Ctrl-C, SIGTERM (see `command`) or a full disk.
@@ -181,8 +183,10 @@ def prepare_image(
         if store:
             arrays = map_arrays(store.rows(np.array([index])), 0)
     # Not raised: every image is tried, so that one run lists all that are damaged.
-    except (UserError, OSError) as error:
+    except UserError as error:
         return Prepared(None, reason=str(error))
+    except OSError as error:
+        return Prepared(None, reason=explain_os_error(error))
     if len(encoded) > room:
         reason = f"is a JPEG of {len(encoded):,} bytes, and a page holds {PAGE:,} (make it smaller)"
         return Prepared(None, reason=f"{where} {reason}")
@@ -236,7 +240,8 @@ def write_prepared(writer: BetonWriter, index: int, ready: Prepared) -> None:
 def list_reasons(reasons: list[str]) -> str:
     """Return the number of reasons and the first of them."""
     more = f" (and {len(reasons) - NAMED} more)" if len(reasons) > NAMED else ""
-    return f"{len(reasons)} images cannot be packed: {'; '.join(reasons[:NAMED])}{more}"
+    images = "1 image" if len(reasons) == 1 else f"{len(reasons):,} images"
+    return f"{images} cannot be packed: {'; '.join(reasons[:NAMED])}{more}"
 
 
 def encode(encoded: bytes, where: str, packing: Packing) -> tuple[bytes, tuple[int, int], int]:

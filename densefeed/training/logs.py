@@ -265,8 +265,10 @@ def describe_result(result: dict) -> str:
     """Summarize the result of a run in one line: accuracy, images it was measured on, and time."""
     images, unreadable, skipped = (result[name] for name in ("images", "unreadable", "skipped"))
     of = f" of {images + unreadable:,}" if unreadable else ""
-    rest = f"; {unreadable:,} unreadable images were not evaluated" if unreadable else ""
-    rest += f"; skipped {skipped:,} unreadable training samples" if skipped else ""
+    were = "image was" if unreadable == 1 else "images were"
+    rest = f"; {unreadable:,} unreadable {were} not evaluated" if unreadable else ""
+    samples = "sample" if skipped == 1 else "samples"
+    rest += f"; skipped {skipped:,} unreadable training {samples}" if skipped else ""
     return (
         f"top-1 {100 * result['top1']:.1f} % on {images:,}{of} images, "
         f"{result['seconds']:.0f} s{rest}"

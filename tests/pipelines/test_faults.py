@@ -230,7 +230,7 @@ def test_bad_images_are_refused_with_their_path_or_skipped_and_counted(
     assert message.endswith("replace or remove this file")
     check_skipped(FolderSource(root, "train"))
     assert f"skipped {message}" in capsys.readouterr().err
-    with pytest.raises(UserError, match=f"1 images cannot be packed: {victim} cannot be decoded"):
+    with pytest.raises(UserError, match=f"1 image cannot be packed: {victim} cannot be decoded"):
         main(Packing(data=root, out=tmp_path / "x.beton"))
     main(Packing(data=root, out=tmp_path / "x.beton", on_bad_sample="skip"))
     whole, skipped = epoch(FfcvSource(tmp_path / "x.beton"))

@@ -800,8 +800,8 @@ def test_a_part_of_another_packing_is_refused_and_kept(tmp_path, random_maps):
     for notes, arrays, count, said in (
         (NOTES | {"teacher": "u"}, map_fields(6, 3), 7, "another teacher"),
         (NOTES | {"fingerprint": "e" * 64}, map_fields(6, 3), 7, "another fingerprint"),
-        (NOTES, map_fields(6, 3), 8, "another num samples"),
-        (NOTES, map_fields(6, 2), 7, "another arrays"),
+        (NOTES, map_fields(6, 3), 8, "other num samples"),
+        (NOTES, map_fields(6, 2), 7, "other arrays"),
     ):
         with pytest.raises(UserError, match=rf"x\.beton\.part was started with {said}; remove it"):
             BetonWriter(tmp_path / "x.beton", count, arrays, notes)

@@ -225,7 +225,7 @@ def test_labels_filled_in_by_a_killed_run_are_not_taken_for_maps(pack, tmp_path,
     with pytest.raises(KeyboardInterrupt):
         import_pack(images, declared(images, labels), tmp_path / "maps.h5", 2, "label")
     monkeypatch.setattr(packs.ScoreMapWriter, "finish", finish)
-    with pytest.raises(UserError, match="1 images have no usable map - no file"):
+    with pytest.raises(UserError, match="1 image has no usable map - no file"):
         import_pack(images, declared(images, labels), tmp_path / "maps.h5", 2)
     write((labels / images.paths[7]).with_suffix(".pt"), maps[images.paths[7]])
     _, report = import_pack(images, declared(images, labels), tmp_path / "maps.h5", 2)
@@ -426,7 +426,7 @@ def test_an_image_without_a_size_is_named(pack, tmp_path):
     wanted = declared(images, labels, footprint="center-crop")
     with pytest.raises(
         UserError,
-        match=f"1 images have no usable map - not readable: 1 .*{images.paths[4]}: its size",
+        match=f"1 image has no usable map - not readable: 1 .*{images.paths[4]}: its size",
     ):
         import_pack(images, wanted, tmp_path / "maps.h5", 2)
 

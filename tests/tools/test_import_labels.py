@@ -237,7 +237,7 @@ def test_the_command_names_missing_and_extra_maps(scenes, tmp_path, command):
     done = command(*words)
     assert done.returncode == 2
     assert done.stderr.startswith(
-        "error: 1 images have no usable map - no file: 1 (3/000003.jpg); fix"
+        "error: 1 image has no usable map - no file: 1 (3/000003.jpg); fix"
     )
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "a.h5").exists()

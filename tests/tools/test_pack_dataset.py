@@ -178,6 +178,27 @@ def test_all_bad_files_are_listed_and_only_repaired_ones_are_packed_next(
     np.testing.assert_array_equal(beton.labels, images.labels)
 
 
+def test_after_a_bad_file_is_removed_packing_starts_over_as_the_error_says(folder, tmp_path):
+    root, out = shutil.copytree(folder, tmp_path / "data"), tmp_path / "x.beton"
+    victim = root / "train" / "cat" / "p.jpg"
+    os.mkfifo(victim)
+    with pytest.raises(UserError) as refused:
+        main(Packing(data=root, out=out))
+    assert str(refused.value) == (
+        f"1 image cannot be packed: {victim}: this is no regular file but a pipe, socket or "
+        "device; remove it; replace this file and run this command again, which packs only it, or "
+        f"add --on-bad-sample skip; after removing an image, remove {out}.part and "
+        "x.beton.part.rows too"
+    )
+    victim.unlink()
+    with pytest.raises(UserError, match=r"was started with other images; remove it and x\.beton"):
+        main(Packing(data=root, out=out))
+    for end in (".part", ".part.rows"):
+        Path(f"{out}{end}").unlink()
+    main(Packing(data=root, out=out))
+    assert len(Beton(out)) == 11
+
+
 def test_bad_files_can_be_left_out(broken, folder, maps, tmp_path, capsys):
     root, victims, _ = broken
     main(Packing(data=root, out=tmp_path / "x.beton", on_bad_sample="skip"))
@@ -339,7 +360,7 @@ def test_images_that_changed_since_are_found(many, tmp_path):
     ):
         main(Packing(data=root, out=tmp_path / "x.beton"))
     Path(first).rename(Path(first).with_name("zzz.jpg"))
-    with pytest.raises(UserError, match=r"was started with another (fingerprint|images)"):
+    with pytest.raises(UserError, match=r"was started with (another fingerprint|other images)"):
         main(Packing(data=root, out=tmp_path / "x.beton"))
 
 

@@ -170,3 +170,7 @@ def test_the_result_says_how_many_images_were_evaluated():
         "top-1 50.0 % on 52 of 59 images, 3 s; 7 unreadable images were not evaluated; skipped 3 "
         "unreadable training samples"
     )
+    result |= {"unreadable": 1, "skipped": 1}
+    assert describe_result(result).endswith(
+        "; 1 unreadable image was not evaluated; skipped 1 unreadable training sample"
+    )

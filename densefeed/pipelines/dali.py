@@ -242,6 +242,7 @@ def explain_failure(command: list[str], seconds: float) -> str:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            errors="replace",
         )
     except subprocess.TimeoutExpired:
         return f"did not finish within {seconds:g} s"

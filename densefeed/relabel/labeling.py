@@ -40,7 +40,7 @@ from densefeed.storage.store_file import MOST, StoreFile
 from densefeed.system.errors import UserError, first_line
 from densefeed.system.options import Bounds
 from densefeed.system.progress import tally
-from densefeed.system.terminal import print
+from densefeed.system.terminal import escape_controls, print
 
 # Batches being rendered while one is scored, and batches on the device or being written.
 AHEAD, IN_FLIGHT = 3, 2
@@ -126,7 +126,8 @@ def begin_pass(
         num_classes=num_classes,
         absent=absent,
         form=form,
-        teacher=f"{name} {weights_hash(teacher.model)}{suffix}",
+        # A file's name may have bytes that are not UTF-8, which a JSON text cannot hold.
+        teacher=f"{escape_controls(name)} {weights_hash(teacher.model)}{suffix}",
         input_size=teacher.input_size,
         geometry=teacher.geometry,
         fingerprint=images.fingerprint(),

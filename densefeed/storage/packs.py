@@ -39,6 +39,7 @@ from densefeed.system.errors import UserError
 from densefeed.system.files import replace_file
 from densefeed.system.prefetch import ordered_map
 from densefeed.system.progress import steps_bar
+from densefeed.system.terminal import escape_controls
 
 # Shape letters: N images, S cells along a side of a map, k classes per cell, K classes
 
@@ -289,7 +290,8 @@ class Pack:
 
         It contains the declared properties, so a killed import is resumed only with the same ones.
         """
-        name = self.matching.root.resolve().name
+        # A JSON text cannot hold bytes of a name that are not UTF-8.
+        name = escape_controls(self.matching.root.resolve().name)
         return StoreHeader(
             side=self.side,
             top_k=self.top_k,

@@ -3,6 +3,7 @@
 import math
 import os
 import resource
+import shutil
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -354,6 +355,13 @@ def test_folders_that_are_no_pack_are_refused(pack, break_it, said):
     break_it(labels)
     with pytest.raises(UserError, match=said):
         declared(images, labels)
+
+
+def test_a_folder_of_labels_may_have_any_name(pack, tmp_path):
+    images, labels, _ = pack
+    other = shutil.copytree(labels, tmp_path / os.fsdecode(b"p\xff\n"))
+    store, _ = import_pack(images, declared(images, other), tmp_path / "maps.h5", 2)
+    assert store.header.teacher.endswith(r"(pack p\udcff\n, axes row-column)")
 
 
 def test_a_killed_import_resumes_only_with_the_same_declarations(

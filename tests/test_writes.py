@@ -126,6 +126,26 @@ def find_unsynced(calls: list[str]) -> list[str]:
     return wrong + [f"the folder of {name} is not synced" for name in sorted(named)]
 
 
+WRITE, SYNC, NAME, SYNC_FOLDER = "write /d/p", "fsync /d/p", "rename /d/p /d/a", "fsync /d"
+
+
+@pytest.mark.parametrize(
+    ("calls", "found"),
+    [
+        ((WRITE, SYNC, NAME, SYNC_FOLDER), []),
+        ((WRITE, NAME, SYNC_FOLDER), ["/d/a is not synced before it gets its name"]),
+        ((WRITE, SYNC, WRITE, NAME, SYNC_FOLDER), ["/d/a is not synced before it gets its name"]),
+        ((WRITE, SYNC, NAME), ["the folder of /d/a is not synced"]),
+        (
+            (WRITE, SYNC, NAME, "unlink /d/b", SYNC_FOLDER),
+            ["/d/b is removed before the names in its folder are synced"],
+        ),
+    ],
+)
+def test_what_a_power_cut_could_tear_is_found(calls, found):
+    assert find_unsynced(list(calls)) == found
+
+
 class Campaign:
     """Runs one writer undisturbed, then with each fault, and checks what it leaves."""
 

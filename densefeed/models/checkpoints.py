@@ -32,6 +32,7 @@ from densefeed.models.model_spec import (
     is_registered,
 )
 from densefeed.models.t2t import T2TViT
+from densefeed.storage.geometry import LEAST_CROP
 from densefeed.storage.torch_files import TorchFileError, check_torch_file
 from densefeed.system.errors import UserError, explain_os_error, first_line, is_out_of_memory
 from densefeed.system.files import open_regular
@@ -224,8 +225,8 @@ def build(path: Path, model_name: str = "") -> tuple[nn.Module, dict]:
         raise CheckpointError(f"{path} does not contain its model's name; give it with --model")
     if not is_registered(name):
         raise CheckpointError(
-            f"{path}: timm knows no model {ascii(name)[:100]}; timm.list_models() lists those it "
-            "knows"
+            f"{path}: timm knows no model {ascii(name)[:100]}; timm.list_models(include_tags=True) "
+            "lists those it knows"
         )
     weights = select_weights(checkpoint, path)
     try:
@@ -251,7 +252,8 @@ def build(path: Path, model_name: str = "") -> tuple[nn.Module, dict]:
 def check_tables(twin: nn.Module, path: Path) -> None:
     """Raise CheckpointError if a model takes memory for more than its weights."""
     tables = sum(buffer.nbytes for buffer in twin.buffers())
-    if tables > MAX_TABLES:
+    # A large model may be trained at a larger size than timm's.
+    if tables > max(MAX_TABLES, 4 * sum(weights.nbytes for weights in twin.parameters())):
         raise CheckpointError(
             f"{path}: its recipe builds tables of {tables:,} bytes beside the weights; train it "
             "again with a smaller img_size or window_size"
@@ -298,10 +300,10 @@ def read_facts(checkpoint: dict, path: Path) -> Facts:
 
 
 def are_names(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(map(is_text, value))
+    return isinstance(value, list | tuple) and all(map(is_encodable, value))
 
 
-def is_text(value: object) -> bool:
+def is_encodable(value: object) -> bool:
     """Whether a value is a string that a file can hold, without halves of surrogate pairs."""
     return isinstance(value, str) and value.encode(errors="replace").decode() == value
 
@@ -312,7 +314,7 @@ FACTS = {
     "std": (lambda value: is_channels("std", value), "three numbers above 0"),
     "class_names": (are_names, "a list of names"),
     "size": (lambda value: type(value) is int and value > 0, "a number of pixels"),
-    "crop_pct": (lambda value: is_number(value) and 1e-3 <= value <= 1, "from 0.001 to 1"),
+    "crop_pct": (lambda value: is_number(value) and LEAST_CROP <= value <= 1, "from 0.001 to 1"),
 }
 
 

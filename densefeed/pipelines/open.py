@@ -15,6 +15,7 @@ from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import CPU, Source, ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
+from densefeed.storage.geometry import LEAST_CROP
 from densefeed.storage.images import MaxPixels, limit_pixels
 from densefeed.system.devices import THREADS, free_memory
 from densefeed.system.errors import UserError
@@ -50,7 +51,7 @@ class DataOptions(Options):
     crop_scale: tuple[float, float] = (0.08, 1.0)  # area of a training crop, fraction of the image
     hflip: Fraction = 0.5  # probability of a left-right flip
     # side of the evaluation crop, fraction of the image's shorter side
-    crop_pct: Annotated[float, Bounds(1e-3, 1)] = 0.9
+    crop_pct: Annotated[float, Bounds(LEAST_CROP, 1)] = 0.9
 
     def __post_init__(self) -> None:
         super().__post_init__()

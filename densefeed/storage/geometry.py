@@ -119,6 +119,10 @@ def crop_in_pixels(window_tlbr: TLBR, height: int, width: int) -> LTRB:
     return left * width, top * height, right * width, bottom * height
 
 
+# Least side of the evaluation crop, share of the shorter side.
+LEAST_CROP = 1e-3
+
+
 def center_box(height_N: np.ndarray, width_N: np.ndarray, crop_pct: float) -> np.ndarray:
     """Return the evaluation crop: a centered square of `crop_pct` times the shorter side.
 

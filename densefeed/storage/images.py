@@ -32,8 +32,8 @@ TILE_WIDTH, TILE_LENGTH = 322, 323
 MaxPixels = Annotated[
     Count,
     tyro.conf.arg(
-        help="refuse images of more pixels; Pillow warns above the default; memory is 3 to 8 bytes "
-        "each"
+        help="refuse images of more pixels; Pillow warns above the default; memory is 3 to 18 "
+        "bytes each"
     ),
 ]
 

@@ -10,8 +10,9 @@ from contextlib import suppress
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import TextIO
 
-from densefeed.system.terminal import flush, print
+from densefeed.system.terminal import flush_stdout, print
 
 REMEDIES = {
     errno.ENOSPC: "the disk is full; free some space or choose another --out",
@@ -129,15 +130,20 @@ def run(main: Callable[[], object]) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         check_byte_order()
-        main()
-        # Else Python writes the rest when it exits, where an error has no sentence.
-        flush()
+        # Printed text that Python writes when it exits has no sentence for an error.
+        try:
+            main()
+        except SystemExit:
+            flush_stdout()
+            raise
+        flush_stdout()
     except UserError as error:
         stop(str(error))
     except OSError as error:
         # The reader closed the pipe, as `... | head` does.
         if error.errno == errno.EPIPE:
-            discard_stdout()
+            discard(sys.stdout)
+            discard(sys.stderr)
             # 128 + SIGPIPE, as a shell reports it.
             sys.exit(141)
         stop(explain_os_error(error))
@@ -146,9 +152,8 @@ def run(main: Callable[[], object]) -> None:
             raise
         stop(f"out of memory ({first_line(error)}); give a smaller --batch or fewer --threads")
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
         # 128 + SIGINT.
-        sys.exit(130)
+        leave("interrupted", 130)
 
 
 def make_command(main: Callable, options: type, description: str) -> Callable[[], None]:
@@ -163,23 +168,33 @@ def make_command(main: Callable, options: type, description: str) -> Callable[[]
     return command
 
 
-def discard_stdout() -> None:
-    """Let what was printed and is not yet written go nowhere.
+def stop(sentence: str) -> None:
+    """Print `sentence` on stderr and exit with code 2."""
+    # Messages of libraries may have several lines.
+    leave(f"error: {' '.join(sentence.split())}", 2)
+
+
+def leave(line: str, code: int) -> None:
+    """Print a line on stderr, after what was printed on stdout, and exit.
+
+    A closed pipe or a full disk does not change the exit code.
+    """
+    try:
+        flush_stdout()
+    except OSError:
+        discard(sys.stdout)
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        discard(sys.stderr)
+    sys.exit(code)
+
+
+def discard(stream: TextIO | None) -> None:
+    """Let what a stream has not yet written go nowhere.
 
     Python writes it when it exits, and would fail again (Python's signal module, Note on SIGPIPE).
     """
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def stop(sentence: str) -> None:
-    """Print `sentence` on stderr and exit with code 2."""
-    # Else what was printed before could appear after the error.
-    try:
-        flush()
-    # A closed pipe or a full disk, which may be the error of the sentence.
-    except OSError:
-        discard_stdout()
-    # Messages of libraries may have several lines. A stderr that is full or closed takes none.
-    with suppress(OSError):
-        print(f"error: {' '.join(sentence.split())}", file=sys.stderr, flush=True)
-    sys.exit(2)
+    # Without a descriptor, as in a notebook, there is nothing that Python writes.
+    with suppress(AttributeError, OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

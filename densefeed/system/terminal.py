@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
+from rich.console import Console, RenderableType
+
 # Control characters (C0, DEL, C1), which terminals obey or start a line of their own; separators
 # and marks that change the order of the text (Unicode's bidirectional controls); halves of
 # surrogate pairs, which stand for bytes of a name that are not UTF-8 and which no stream encodes.
@@ -33,9 +35,21 @@ def print(*values: object, sep: str = " ", file: TextIO | None = None, flush: bo
         builtins.print(line, file=file or sys.stdout, flush=flush)
 
 
-def flush() -> None:
-    """Write what was printed. A daemon may have no stdout."""
-    if sys.stdout:
+def print_table(*parts: RenderableType, least_width: int = 0) -> None:
+    """Print tables of rich, at least so many characters wide; text in them must be escaped."""
+    # rich ends the process with code 1 where a pipe is closed.
+    console = Console()
+    console.width = max(console.width, least_width)
+    with console.capture() as text:
+        console.print(*parts)
+    with name_stream("standard output"):
+        builtins.print(text.get(), end="")
+
+
+def flush_stdout() -> None:
+    """Write what was printed."""
+    # A daemon may have none.
+    if sys.stdout and not sys.stdout.closed:
         with name_stream("standard output"):
             sys.stdout.flush()
 

@@ -19,10 +19,10 @@ differences within the deviations are inconclusive, and regularizers cost accura
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from densefeed.system.errors import UserError, make_command
+from densefeed.system.terminal import print, print_table
 from densefeed.tools.quickstart import (
     FlowOptions,
     format_spread,
@@ -170,9 +170,8 @@ def show(top1: dict[str, list[float]], seeds: int) -> None:
             each = ", ".join(f"{100 * value:.1f}" for value in top1[name])
             cells = title if name == chosen[0] else "", name, format_spread(top1[name]), each
             table.add_row(*cells, end_section=name == chosen[-1])
-    console = Console()
-    console.print()
-    console.print(table)
+    print()
+    print_table(table)
 
 
 command = make_command(main, Ablations, __doc__)

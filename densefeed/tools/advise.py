@@ -22,7 +22,6 @@ from statistics import median
 from typing import Literal, NamedTuple
 
 import torch
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -39,7 +38,7 @@ from densefeed.system.malloc import tune_malloc
 from densefeed.system.options import Count, Options, with_options
 from densefeed.system.progress import steps_bar
 from densefeed.system.provenance import check_replaceable, environment, write_json
-from densefeed.system.terminal import print
+from densefeed.system.terminal import print, print_table
 from densefeed.training.build import autocast_dtype, build_model
 from densefeed.training.config import Config
 from densefeed.training.ranks import Ranks
@@ -382,9 +381,7 @@ def main(options: AdviceOptions) -> dict:
 
 def show(document: dict, advice: Advice) -> None:
     """Print the measurements as a table, and the recommendation."""
-    console, step = Console(), document["step"]
-    # Keep names whole in a log file too.
-    console.width = max(console.width, 110)
+    step = document["step"]
     title = f"Loaders and the training step on {CORES} cores, {document['data']}"
     table = Table("", title=title, title_justify="left")
     for name in ("threads", "images/s alone", "share of the cores", "training, images/s"):
@@ -402,7 +399,8 @@ def show(document: dict, advice: Advice) -> None:
     name = f"step of {step['model']}, {step['objective']}, {step['batch']} images, {step['device']}"
     rate, share = format_rate(step["images_per_s"]), f"{step['cores'] / CORES:.0%}"
     table.add_row(escape(name), "", rate, share, "")
-    console.print(table)
+    # Names stay whole in a log file too.
+    print_table(table, least_width=110)
     # Not by rich, which reads names of emoji in a path, also without markup.
     print(document["advice"])
 

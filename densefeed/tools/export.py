@@ -223,6 +223,7 @@ def write_files(trained: Trained, files: Mapping[Path, Callable], out: Path) -> 
         if out / ONNX in files:
             error = check_onnx(trained, parts[out / ONNX])
             agreement = f"; ONNX within {error:.0e} of PyTorch"
+        # A sync that fails must leave the old files, so it comes before the next step.
         for path, part in parts.items():
             with name_errors(path):
                 sync(part)

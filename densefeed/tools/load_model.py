@@ -11,7 +11,7 @@ from torch import nn
 from densefeed.models import checkpoints
 from densefeed.models.model_spec import CANNOT_BUILD
 from densefeed.models.token_transformer import TokenTransformer
-from densefeed.system.errors import UserError, first_line, is_out_of_memory
+from densefeed.system.errors import UserError, first_line
 
 Weights = Literal["ema", "raw"]
 # Our loaders resample with an antialiased triangle filter, which Pillow and timm call bilinear.
@@ -151,8 +151,6 @@ def at_size(
         with torch.inference_mode():
             model.eval()(torch.zeros(1, 3, size, size))
     except CANNOT_BUILD as error:
-        if is_out_of_memory(error):
-            raise
         raise UserError(
             f"{path}: {recipe.name} cannot take inputs of {size} px ({first_line(error)}); choose "
             "another --size"

@@ -123,10 +123,10 @@ def load_network(source: str, model_name: str, size: int) -> Loaded:
 
 def download(source: str) -> nn.Module:
     """Create a timm model with its published weights. Raises UserError."""
-    # Without the tag of the weights, as `.dm_in1k`.
     if not is_registered(source):
         raise UserError(
-            f"{source} is neither a file nor a timm model; timm.list_models() lists them"
+            f"{source} is neither a file nor a timm model; timm.list_models(include_tags=True) "
+            "lists them"
         )
     try:
         return timm.create_model(source, pretrained=True)

@@ -14,7 +14,6 @@ from typing import Annotated, NamedTuple
 import timm
 import torch
 import tyro
-from rich.console import Console
 from rich.table import Table
 from timm.layers import set_fused_attn, use_fused_attn
 from torch import nn
@@ -24,6 +23,7 @@ from densefeed.models import checkpoints  # noqa: F401  (registers our models wi
 from densefeed.models.model_spec import is_registered
 from densefeed.system.errors import UserError, first_line, make_command
 from densefeed.system.options import Bounds, Options
+from densefeed.system.terminal import print_table
 
 # fvcore's counts.
 PER_ELEMENT = {nn.LayerNorm: 5, nn.BatchNorm2d: 2}
@@ -86,7 +86,10 @@ def costs_by_name(name: str, size: int = 0) -> tuple[Costs, int]:
     Raises UserError for an unknown model, or a size that it cannot take.
     """
     if not is_registered(name):
-        raise UserError(f"timm knows no model {name!r}; timm.list_models() lists those it knows")
+        raise UserError(
+            f"timm knows no model {name!r}; timm.list_models(include_tags=True) lists those it "
+            "knows"
+        )
     fused = use_fused_attn()
     # The products inside a fused attention cannot be counted.
     set_fused_attn(False)
@@ -129,10 +132,8 @@ def main(options: ModelCosts) -> None:
             f"{costs.without_attention:.3f}",
             f"{costs.whole:.3f}",
         )
-    console = Console()
-    # Keep names whole in a log file too.
-    console.width = max(console.width, 110)
-    console.print(table)
+    # Names stay whole in a log file too.
+    print_table(table, least_width=110)
 
 
 command = make_command(main, ModelCosts, __doc__)

@@ -118,12 +118,7 @@ def main(packing: Packing) -> None:
         try:
             reasons = pack(writer, prepare, packing.threads)
             if reasons and packing.on_bad_sample == "raise":
-                these, them = ("this file", "it") if len(reasons) == 1 else ("these files", "them")
-                raise UserError(
-                    f"{list_reasons(reasons)}; replace {these} and run this command again, which "
-                    f"packs only {them}, or add --on-bad-sample skip; after removing an image, "
-                    f"remove {writer.part} and {writer.journal.name} too"
-                )
+                refuse(reasons, writer)
             writer.finish()
         # Ctrl-C, SIGTERM (see `command`) or a full disk.
         except (KeyboardInterrupt, OSError):
@@ -150,6 +145,16 @@ def main(packing: Packing) -> None:
         )
     if reasons:
         print(f"left out: {list_reasons(reasons)}")
+
+
+def refuse(reasons: list[str], writer: BetonWriter) -> None:
+    """Raise UserError for images that cannot be packed."""
+    these, them = ("this file", "it") if len(reasons) == 1 else ("these files", "them")
+    raise UserError(
+        f"{list_reasons(reasons)}; replace {these} and run this command again, which packs only "
+        f"{them}, or add --on-bad-sample skip; after removing an image, remove {writer.part} and "
+        f"{writer.journal.name} too"
+    )
 
 
 def open_maps(packing: Packing, fingerprint: str) -> ScoreMapStore:

@@ -15,14 +15,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from densefeed.recipes import RECIPES
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.json_files import check_number, read_json
 from densefeed.system.options import Count, Options
-from densefeed.system.terminal import print
+from densefeed.system.terminal import print, print_table
 
 STUDENTS = {
     "ce": "the image labels",
@@ -236,10 +235,8 @@ def show(flows: list[dict], students: tuple[str, ...]) -> None:
     for kind, name in LABELS.items():
         shares = ([flow["purity"][kind][part] for flow in flows] for part in PARTS)
         labels.add_row(name, *map(format_spread, shares))
-    console = Console()
-    console.print()
-    console.print(accuracy)
-    console.print(labels)
+    print()
+    print_table(accuracy, labels)
 
 
 command = make_command(main, Quickstart, __doc__)

@@ -52,9 +52,10 @@ CONTACTS = 12
 PURITY_CROPS = 2000
 # Bytes of a file of true boxes: 80,000 scenes.
 LARGEST_BOXES = 2**24
-# Bytes of a batch that is replayed, and a quarter of it where the training set is smaller than a
-# batch: 1,024 images of 448 px take 0.6 GB.
-MOST_PIXELS = 2**30
+# Bytes of the pixels of a batch that is replayed: 1,024 images of 448 px have 0.6 GB. A quarter of
+# it where the training set is smaller than a batch, as in no recipe: then a small folder would be
+# enough to take the memory.
+MOST_BYTES = 2**30
 # Bytes of metrics.jsonl, which take about ten times as many in memory.
 LONGEST_LOG = 2**26
 # The remedy for a damaged file of a run.
@@ -413,12 +414,12 @@ def describe_excess(plan: EpochPlan) -> str:
 
     A config from anywhere may state any batch and size.
     """
+    num_bytes = 3 * plan.batch * plan.size(0) ** 2
     few = plan.batch > plan.num_samples
-    pixels = 3 * plan.batch * plan.size(0) ** 2
-    if pixels <= (MOST_PIXELS // 4 if few else MOST_PIXELS):
+    if num_bytes <= (MOST_BYTES // 4 if few else MOST_BYTES):
         return ""
     return (
-        f"batches of {plan.batch:,} images of {plan.size(0):,} px ({pixels / 1e9:,.1f} GB) for "
+        f"batches of {plan.batch:,} images of {plan.size(0):,} px ({num_bytes / 1e9:,.1f} GB) for "
         f"{plan.num_samples:,} training images"
     )
 
@@ -496,7 +497,7 @@ def main(report: Report) -> None:
     folder = report.runs[-1]
     out = report.out or folder / "report.html"
     if report.boxes:
-        # Before the run is replayed, which not every run can be.
+        # Before the replay, which is left out where the training set is missing.
         if not report.boxes.exists():
             raise UserError(
                 f"{report.boxes}: there is no such file; tools/make_digit_scenes.py writes it with "

@@ -36,7 +36,6 @@ from typing import Literal, NamedTuple
 
 import torch
 import tyro
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from timm.data import RealLabelsImagenet
@@ -49,15 +48,16 @@ from densefeed.pipelines.batch import to_device
 from densefeed.pipelines.loader import Source, ThreadedLoader
 from densefeed.pipelines.open import find_loader
 from densefeed.pipelines.plan import EpochPlan
+from densefeed.storage.geometry import LEAST_CROP
 from densefeed.storage.images import MaxPixels, limit_pixels
 from densefeed.system.devices import CORES, choose_device, synchronize
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import check_ending
 from densefeed.system.json_files import read_json
-from densefeed.system.options import Bounds, Count, Fraction, Options
+from densefeed.system.options import Bounds, Count, Options
 from densefeed.system.progress import bar
 from densefeed.system.provenance import check_replaceable, environment, write_json
-from densefeed.system.terminal import escape_controls
+from densefeed.system.terminal import escape_controls, print_table
 from densefeed.tools.load_model import Weights, imagenet_names, open_trained
 from densefeed.training.evaluation import Metrics, mean_metrics_sync, predict, sum_metrics
 
@@ -81,7 +81,7 @@ class Validation(Options):
     loader: str = "ffcv"
     size: int = 0  # side of the input, pixels; 0: the size the model was trained at
     # side of the crop, share of the shorter side; 0: the checkpoint's value
-    crop_pct: Fraction = 0.0
+    crop_pct: float = 0.0
     weights: Weights = "ema"  # EMA weights where the checkpoint has them, or the raw weights
     model: str = ""  # timm's name of the model, for a checkpoint that does not contain it
     real: str = ""  # ReaL labels: path of real.json, or `timm` for the copy in timm
@@ -148,12 +148,15 @@ def open_source(options: Validation) -> Source:
 def check_real_json(path: str) -> None:
     """Raise UserError if the file is not a list of lists of class numbers."""
     lists = read_json(Path(path), "copy it again", list)
-    nested = all(isinstance(classes, list) for classes in lists)
-    numbers = [number for classes in lists for number in classes] if nested else [None]
-    if not all(type(number) is int and number >= 0 for number in numbers):
+    if not all(isinstance(classes, list) and all(map(is_class, classes)) for classes in lists):
         raise UserError(
             f"{path} is not a list of lists of class numbers; use the real.json of arXiv 2006.07159"
         )
+
+
+def is_class(value: object) -> bool:
+    """Whether a value of a JSON file can be the number of a class."""
+    return type(value) is int and value >= 0
 
 
 def open_real(path: str, source: Source, data: Path) -> RealLabelsImagenet:
@@ -290,7 +293,7 @@ def main(options: Validation) -> dict:
     limit_pixels(options.max_pixels)
     # 0 stands for the checkpoint's value.
     if options.crop_pct:
-        Bounds(1e-3, 1).check("crop_pct", options.crop_pct)
+        Bounds(LEAST_CROP, 1).check("crop_pct", options.crop_pct)
     device = choose_device(options.device)
     trained = open_trained(options.checkpoint, options.weights, options.model, options.size)
     source, model = open_source(options), trained.model
@@ -337,7 +340,7 @@ def main(options: Validation) -> dict:
         "threads": options.threads,
         "device": str(device),
     } | environment(PACKAGES)
-    Console().print(table(row))
+    print_table(table(row))
     if options.json:
         write_json(options.json, row)
     return row

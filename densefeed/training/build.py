@@ -60,7 +60,10 @@ def build_model(
     """
     name, data = config.model.name, config.data
     if not is_registered(name):
-        raise UserError(f"timm knows no model {name!r}; timm.list_models() lists those it knows")
+        raise UserError(
+            f"timm knows no model {name!r}; timm.list_models(include_tags=True) lists those it "
+            "knows"
+        )
     kwargs = model_arguments(config, objective, num_classes)
     # CNNs take any size; transformers are built for one, and some take others if built for it.
     sized = kwargs | {"img_size": data.size}

@@ -9,6 +9,7 @@ import math
 import os
 import pickle
 import struct
+from contextlib import nullcontext
 
 import pytest
 import timm
@@ -524,6 +525,16 @@ def test_tables_beside_small_weights_are_refused_before_they_take_memory(source,
     path = save_run(tmp_path, source, recipe=spec._asdict(), model=state)
     with pytest.raises(checkpoints.CheckpointError, match=r"builds tables of 4,311,744,512 bytes"):
         checkpoints.build(path)
+
+
+def test_the_tables_of_a_large_model_may_be_larger(tmp_path):
+    """beit_large at 640 pixels has 0.5 GB of them beside 1.2 GB of weights."""
+    for bytes_of_weights, fits in ((2**20, False), (2**28, True)):
+        with torch.device("meta"):
+            twin = torch.nn.Linear(bytes_of_weights // 4, 1, bias=False)
+            twin.register_buffer("table", torch.zeros(2**27))
+        with nullcontext() if fits else pytest.raises(checkpoints.CheckpointError, match="tables"):
+            checkpoints.check_tables(twin, tmp_path)
 
 
 def test_the_header_of_safetensors_is_limited(tmp_path):

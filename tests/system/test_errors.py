@@ -102,18 +102,14 @@ def test_a_stdout_without_the_characters_of_a_name_escapes_them(monkeypatch):
     assert stream.buffer.getvalue() == rb"\xfc.beton: 6 images" + b"\n"
 
 
-def run_writing_to(path: str | int, body: str) -> tuple[int, str]:
+def run_writing_to(path: str | int, body: str, stream: str = "stdout") -> tuple[int, str]:
     """Return exit code and stderr of a command whose stdout is `path`, buffered as in a pipe."""
-    script = f"from densefeed.system import errors\ndef main():\n    {body}\nerrors.run(main)"
+    script = "from densefeed.system import errors, terminal\n"
+    script += f"def main():\n    {body}\nerrors.run(main)"
     variables = {name: os.environ[name] for name in os.environ if name != "PYTHONUNBUFFERED"}
-    with open(path, "wb") as stdout:
-        done = subprocess.run(
-            [sys.executable, "-c", script],
-            stdout=stdout,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=variables,
-        )
+    with open(path, "wb") as full:
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: full}
+        done = subprocess.run([sys.executable, "-c", script], text=True, env=variables, **streams)
     return done.returncode, done.stderr
 
 
@@ -121,7 +117,10 @@ def run_writing_to(path: str | int, body: str) -> tuple[int, str]:
     ("body", "want"),
     [
         ("print('6 images')", (141, "")),
+        ("print('6 images'); raise SystemExit(0)", (141, "")),
+        ("terminal.print_table('6 images')", (141, "")),
         ("print('6 images'); raise errors.UserError('x is cut')", (2, "error: x is cut\n")),
+        ("print('6 images'); raise KeyboardInterrupt", (130, "interrupted\n")),
     ],
 )
 def test_a_command_whose_reader_is_gone_has_no_traceback(body, want):
@@ -138,6 +137,12 @@ def test_a_full_disk_under_stdout_is_one_sentence():
     assert printed == (
         "error: standard output: the disk is full; free some space or choose another --out\n"
     )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has /dev/full")
+def test_a_full_disk_under_stderr_keeps_the_exit_code():
+    for body, code in (("raise errors.UserError('x')", 2), ("raise KeyboardInterrupt", 130)):
+        assert run_writing_to("/dev/full", body, "stderr") == (code, None)
 
 
 def test_other_errors_of_a_command_keep_their_traceback():

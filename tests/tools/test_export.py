@@ -108,20 +108,20 @@ def test_two_exports_at_once_do_not_mix(runs, tmp_path):
     export.main(Export(checkpoint=checkpoint, out=tmp_path))
 
 
-def test_a_kill_between_two_names_leaves_no_config(runs, tmp_path, monkeypatch):
+def test_an_end_between_two_names_leaves_no_config(runs, tmp_path, monkeypatch):
     """Else the folder would load: weights of one model, classes of another."""
     checkpoint = next(iter(sorted(runs.rglob("*.pt"))))
     options = Export(checkpoint=checkpoint, out=tmp_path)
     export.main(options)
     replace_file, named = os.replace, []
 
-    def killed(part, path):
+    def interrupted(part, path):
         named.append(Path(path).name)
         if len(named) == 2:
             raise KeyboardInterrupt
         replace_file(part, path)
 
-    monkeypatch.setattr(os, "replace", killed)
+    monkeypatch.setattr(os, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         export.main(options)
     assert named == ["model.safetensors", "config.json"]

@@ -258,8 +258,8 @@ def test_compiled_run_matches_eager_run(micro, tmp_path, monkeypatch, how):
     training.train(micro(tmp_path / how, compile=how, **fields))
     losses = [[r["loss"] for r in records(tmp_path / name)] for name in ("plain", how)]
     # aot_eager calls the kernels of eager mode: the losses of the three steps were equal bit by bit
-    # in every environment. Sums in another order would differ by some units of 2^-23.
-    assert losses[1] == pytest.approx(losses[0], rel=8 * 2**-23)
+    # with PyTorch's default and AVX2 kernels. Sums in another order differ by units of 2^-23.
+    assert losses[1] == pytest.approx(losses[0], rel=64 * 2**-23)
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -247,6 +247,22 @@ def test_loaders_take_the_numbers_of_numpy_and_lists(packed):
     assert (config.data.crop_scale, config.data.sizes) == ((0.25, 1.0), ((0, 32),))
 
 
+@pytest.mark.parametrize("value", [torch.zeros(3), 3, [1], "x", None])
+def test_a_config_that_is_no_config_is_one_error(value):
+    """A checkpoint may have tensors anywhere."""
+    sound = Config().to_dict()
+    for values in (value, sound | {"data": value}):
+        with pytest.raises(densefeed.UserError, match=r"^this config "):
+            Config.from_dict(values)
+
+
+@pytest.mark.parametrize("value", [torch.zeros(3), 3, [1], "\0"])
+def test_a_path_of_a_config_is_a_text(value):
+    sound = Config().to_dict()
+    with pytest.raises(densefeed.UserError, match=r"^this config was written by another version"):
+        Config.from_dict(sound | {"data": sound["data"] | {"val": value}})
+
+
 def test_models_and_batches_are_checked_in_every_call(loader, packed):
     objective, model, batch = (
         densefeed.TokenLabeling(loader),

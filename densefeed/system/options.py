@@ -192,14 +192,17 @@ def from_dict(template: Nested, values: Mapping[str, Any]) -> Nested:
 
     Classes are those of `template`. Raises KeyError or TypeError where fields differ.
     """
+    # A checkpoint may have tensors anywhere, which raise errors of other types.
+    if not isinstance(values, Mapping):
+        raise TypeError(f"a {type(values).__name__} stands for {type(template).__name__}")
     found, kinds = {}, get_type_hints(type(template))
     for name in hints(type(template)):
         kind, value, own = kinds[name], values[name], getattr(template, name)
         if dataclasses.is_dataclass(own):
             found[name] = from_dict(own, value)
         elif value is not None and Path in (kind, *get_args(kind)):
-            if "\0" in value:
-                raise TypeError("no path has a zero byte")
+            if not isinstance(value, str) or "\0" in value:
+                raise TypeError(f"{name} is no path")
             # JSON has no paths.
             found[name] = Path(value)
         else:

@@ -227,10 +227,9 @@ class BetonWriter:
         if (rows["state"] == FAILED).any():
             differ.discard("fingerprint")
         if differ:
-            name = min(differ).replace("_", " ")
             raise UserError(
-                f"{self.part} was started with {'other' if name[-1] == 's' else 'another'} {name}; "
-                f"remove it and {self.journal.name}, or choose another --out"
+                f"{self.part} was started by a packing that differs in "
+                f"{min(differ).replace('_', ' ')}; remove it and {self.journal.name}, or choose another --out"
             )
 
     def _check_rows(self, rows: np.ndarray) -> None:

@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TextIO
 
-from densefeed.system.terminal import flush_stdout, print
+from densefeed.system.terminal import STDERR, STDOUT, flush_stdout, print
 
 REMEDIES = {
     errno.ENOSPC: "the disk is full; free some space or choose another --out",
@@ -109,6 +109,9 @@ def explain_os_error(error: OSError) -> str:
     searched in the text.
     """
     text, number = str(error), error.errno
+    # The remedies are for files.
+    if error.filename in (STDOUT, STDERR):
+        return f"{error.filename} cannot be written ({error.strerror}); redirect it to another file"
     # An error with the name of a file is not a wrapped one, and the name may contain anything.
     if not (number or error.filename):
         found = (n for n in REMEDIES if f"errno = {n}," in text or os.strerror(n) in text)

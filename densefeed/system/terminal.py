@@ -18,6 +18,8 @@ from rich.console import Console, RenderableType
 CONTROLS = re.compile(
     "[\0-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
+# The streams in errors of the operating system.
+STDOUT, STDERR = "standard output", "standard error"
 
 
 def escape_controls(text: object) -> str:
@@ -31,18 +33,18 @@ def print(*values: object, sep: str = " ", file: TextIO | None = None, flush: bo
     It replaces Python's function in all modules of the package, so that none forgets it.
     """
     line = sep.join(map(escape_controls, values))
-    with name_stream("standard output" if file in (None, sys.stdout) else "standard error"):
+    with name_stream(STDOUT if file in (None, sys.stdout) else STDERR):
         builtins.print(line, file=file or sys.stdout, flush=flush)
 
 
 def print_table(*parts: RenderableType, least_width: int = 0) -> None:
-    """Print tables of rich, at least so many characters wide; text in them must be escaped."""
+    """Print rich tables, at least `least_width` characters wide; text in them must be escaped."""
     # rich ends the process with code 1 where a pipe is closed.
     console = Console()
     console.width = max(console.width, least_width)
     with console.capture() as text:
         console.print(*parts)
-    with name_stream("standard output"):
+    with name_stream(STDOUT):
         builtins.print(text.get(), end="")
 
 
@@ -50,7 +52,7 @@ def flush_stdout() -> None:
     """Write what was printed."""
     # A daemon may have none.
     if sys.stdout and not sys.stdout.closed:
-        with name_stream("standard output"):
+        with name_stream(STDOUT):
             sys.stdout.flush()
 
 

@@ -523,7 +523,9 @@ def test_tables_beside_small_weights_are_refused_before_they_take_memory(source,
     spec = checkpoints.ModelSpec("swin_tiny_patch4_window7_224", kwargs)
     state = {name: torch.zeros(t.shape) for name, t in build_on_meta(spec).state_dict().items()}
     path = save_run(tmp_path, source, recipe=spec._asdict(), model=state)
-    with pytest.raises(checkpoints.CheckpointError, match=r"builds tables of 4,311,744,512 bytes"):
+    with pytest.raises(
+        checkpoints.CheckpointError, match=r"builds tables of 4(,[0-9]{3}){3} bytes"
+    ):
         checkpoints.build(path)
 
 

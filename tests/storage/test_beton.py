@@ -799,12 +799,12 @@ def test_a_part_of_another_packing_is_refused_and_kept(tmp_path, random_maps):
     assert pack_and_die(tmp_path / "x.beton", samples, 8)
     before = (tmp_path / "x.beton.part").read_bytes()
     for notes, arrays, count, said in (
-        (NOTES | {"teacher": "u"}, map_fields(6, 3), 7, "another teacher"),
-        (NOTES | {"fingerprint": "e" * 64}, map_fields(6, 3), 7, "another fingerprint"),
-        (NOTES, map_fields(6, 3), 8, "other num samples"),
-        (NOTES, map_fields(6, 2), 7, "other arrays"),
+        (NOTES | {"teacher": "u"}, map_fields(6, 3), 7, "teacher"),
+        (NOTES | {"fingerprint": "e" * 64}, map_fields(6, 3), 7, "fingerprint"),
+        (NOTES, map_fields(6, 3), 8, "num samples"),
+        (NOTES, map_fields(6, 2), 7, "arrays"),
     ):
-        with pytest.raises(UserError, match=rf"x\.beton\.part was started with {said}; remove it"):
+        with pytest.raises(UserError, match=rf"x\.beton\.part was .* differs in {said}; remove it"):
             BetonWriter(tmp_path / "x.beton", count, arrays, notes)
     assert (tmp_path / "x.beton.part").read_bytes() == before
     (tmp_path / "y.beton.part").write_text("mine")

@@ -135,7 +135,8 @@ def test_a_full_disk_under_stdout_is_one_sentence():
     code, printed = run_writing_to("/dev/full", "print('6 images')")
     assert code == 2
     assert printed == (
-        "error: standard output: the disk is full; free some space or choose another --out\n"
+        "error: standard output cannot be written (No space left on device); redirect it to "
+        "another file\n"
     )
 
 

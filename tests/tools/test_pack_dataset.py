@@ -191,7 +191,9 @@ def test_after_a_bad_file_is_removed_packing_starts_over_as_the_error_says(folde
         "x.beton.part.rows too"
     )
     victim.unlink()
-    with pytest.raises(UserError, match=r"was started with other images; remove it and x\.beton"):
+    with pytest.raises(
+        UserError, match=r"a packing that differs in images; remove it and x\.beton"
+    ):
         main(Packing(data=root, out=out))
     for end in (".part", ".part.rows"):
         Path(f"{out}{end}").unlink()
@@ -251,7 +253,8 @@ def test_a_run_with_other_options_is_not_continued(broken, tmp_path, other):
         main(packing)
     name = next(iter(other)).replace("_", " ")
     with pytest.raises(
-        UserError, match=rf"x\.beton\.part was started with another {name}; remove it"
+        UserError,
+        match=rf"x\.beton\.part was started by a packing that differs in {name}; remove it",
     ):
         main(dataclasses.replace(packing, **other))
     with pytest.raises(UserError, match="2 images cannot be packed"):
@@ -360,7 +363,7 @@ def test_images_that_changed_since_are_found(many, tmp_path):
     ):
         main(Packing(data=root, out=tmp_path / "x.beton"))
     Path(first).rename(Path(first).with_name("zzz.jpg"))
-    with pytest.raises(UserError, match=r"was started with (another fingerprint|other images)"):
+    with pytest.raises(UserError, match=r"differs in (fingerprint|images)"):
         main(Packing(data=root, out=tmp_path / "x.beton"))
 
 

@@ -351,15 +351,15 @@ def no_locks(monkeypatch, request):
 
 @pytest.fixture
 def little_memory():
-    """Return a context in which 100 MB more memory are a failure."""
+    """Return a context in which `most` more bytes of memory, by default 100 MB, are a failure."""
 
     @contextmanager
-    def watch():
+    def watch(most=10**8):
         # Resets the peak of this process: ru_maxrss would hide what stays below an earlier one.
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
         before = peak_rss()
         yield
-        assert peak_rss() - before < 10**8
+        assert peak_rss() - before < most
 
     return watch

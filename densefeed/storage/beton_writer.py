@@ -227,9 +227,10 @@ class BetonWriter:
         if (rows["state"] == FAILED).any():
             differ.discard("fingerprint")
         if differ:
+            name = min(differ).replace("_", " ")
             raise UserError(
-                f"{self.part} was started by a packing that differs in "
-                f"{min(differ).replace('_', ' ')}; remove it and {self.journal.name}, or choose another --out"
+                f"{self.part} was started by a packing that differs in {name}; remove it and "
+                f"{self.journal.name}, or choose another --out"
             )
 
     def _check_rows(self, rows: np.ndarray) -> None:

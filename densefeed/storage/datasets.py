@@ -97,7 +97,8 @@ class Listed(NamedTuple):
     def open(self, index: int) -> io.BufferedIOBase:
         """Open the encoded bytes of sample `index`."""
         if self.pixels is None:
-            return open_regular(self.root / self.paths[index])
+            # 3 of 17 microseconds less than an object of pathlib.
+            return open_regular(os.path.join(self.root, self.paths[index]))
         file = io.BytesIO()
         # The fastest level: the bytes are decoded at once and dropped.
         Image.fromarray(self.pixels[index]).save(file, "PNG", compress_level=1)

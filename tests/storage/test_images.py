@@ -155,23 +155,41 @@ def test_bombs_are_refused_by_name_before_memory_is_taken(name, little_memory):
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-def test_there_is_one_limit_of_pixels_for_all_formats():
+@pytest.mark.parametrize("kind", images_module.FORMATS)
+def test_there_is_one_limit_of_pixels_and_half_of_it_for_webp_and_tiff(kind):
     """Pillow alone would warn from half of it on."""
-    image, contents = Image.new("RGB", (20, 30), "red"), []
-    for kind in ("JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP"):
-        buffer = io.BytesIO()
-        image.save(buffer, kind)
-        contents.append(buffer.getvalue())
+    buffer, limit = io.BytesIO(), 1200 if kind in ("WEBP", "TIFF") else 600
+    Image.new("RGB", (20, 30), "red").save(buffer, kind)
     try:
-        limit_pixels(599)
-        for content in contents:
-            with pytest.raises(UserError, match="more than --max-pixels 599"):
-                decode(content, "it")
-        limit_pixels(600)
-        for content in contents:
-            assert decode(content, "it").size == (20, 30)
+        limit_pixels(limit - 1)
+        with pytest.raises(UserError, match=f"more than --max-pixels {limit - 1}"):
+            decode(buffer.getvalue(), "it")
+        limit_pixels(limit)
+        assert decode(buffer.getvalue(), "it").size == (20, 30)
     finally:
         limit_pixels(native.MAX_PIXELS)
+
+
+# The largest images that are read, of the formats and modes that take most memory.
+LARGEST = {
+    "WebP": ("RGB", 6_688, {"format": "WEBP", "method": 0}),
+    "TIFF of one strip": ("RGBA", 6_688, {"format": "TIFF", "compression": "tiff_lzw"}),
+    "TIFF of floats": ("F", 6_688, {"format": "TIFF", "compression": "tiff_lzw"}),
+    "PNG": ("RGBA", 9_459, {"format": "PNG", "compress_level": 1}),
+    "CMYK JPEG": ("CMYK", 9_459, {"format": "JPEG"}),
+    "progressive JPEG": ("RGB", 9_459, {"format": "JPEG", "progressive": True}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGEST)
+def test_no_image_that_is_read_takes_1_gb(name, little_memory):
+    mode, side, options = LARGEST[name]
+    buffer, image = io.BytesIO(), Image.new(mode, (side, side))
+    image.save(buffer, strip_size=2**31 - 1, **options)
+    image.close()
+    with little_memory(10**9):
+        assert np.asarray(decode(buffer.getvalue(), "it")).shape == (side, side, 3)
 
 
 # ------------------------------------------------------------------------- hostile files

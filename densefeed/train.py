@@ -231,10 +231,11 @@ def main() -> None:
         return text if recipe.__name__ in sys.argv else text.partition("\n")[0]
 
     recipes = {recipe.__name__: (describe(recipe), recipe()) for recipe in RECIPES}
-    description, flat = errors.name_commands(__doc__), (tyro.conf.OmitArgPrefixes,)
+    about, flat = errors.name_commands(__doc__), (tyro.conf.OmitArgPrefixes,)
     with raise_on_rank0():
         check_recipe(sys.argv[1:2], list(recipes))
-        config = tyro.extras.overridable_config_cli(recipes, description=description, config=flat)
+        with errors.name_stream(errors.STDOUT):
+            config = tyro.extras.overridable_config_cli(recipes, description=about, config=flat)
         # tyro does not return the name of the recipe that it chose.
         check_unused(config, recipes[sys.argv[1]][1])
         train(config)

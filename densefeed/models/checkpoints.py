@@ -32,6 +32,7 @@ from densefeed.models.model_spec import (
     is_registered,
 )
 from densefeed.models.t2t import T2TViT
+from densefeed.relabel.network import CHANNEL_RANGES
 from densefeed.storage.geometry import LEAST_CROP
 from densefeed.storage.torch_files import TorchFileError, check_torch_file
 from densefeed.system.errors import UserError, explain_os_error, first_line, is_out_of_memory
@@ -310,8 +311,8 @@ def is_encodable(value: object) -> bool:
 
 # How a value is checked, and what it should be.
 FACTS = {
-    "mean": (lambda value: is_channels("mean", value), "three numbers"),
-    "std": (lambda value: is_channels("std", value), "three numbers above 0"),
+    "mean": (lambda value: is_channels("mean", value), f"three numbers {CHANNEL_RANGES['mean']}"),
+    "std": (lambda value: is_channels("std", value), f"three numbers {CHANNEL_RANGES['std']}"),
     "class_names": (are_names, "a list of names"),
     "size": (lambda value: type(value) is int and value > 0, "a number of pixels"),
     "crop_pct": (lambda value: is_number(value) and LEAST_CROP <= value <= 1, "from 0.001 to 1"),

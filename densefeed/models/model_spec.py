@@ -13,7 +13,7 @@ import timm
 import torch
 from torch import nn
 
-from densefeed.relabel.network import parse_channels
+from densefeed.relabel.network import CHANNEL_RANGES, parse_channels
 
 # Arguments of our families, then those of timm's that hold numbers or the name of a variant.
 ARGUMENTS = (
@@ -79,8 +79,9 @@ def find_forbidden(kwargs: dict) -> str:
         if name == "pretrained_cfg_overlay":
             if not isinstance(value, dict) or not value.keys() <= {"mean", "std"}:
                 return f"{name} may hold mean and std only"
-            if not all(is_channels(key, numbers) for key, numbers in value.items()):
-                return f"{name} is not three numbers each, std above 0"
+            for key, numbers in value.items():
+                if not is_channels(key, numbers):
+                    return f"{name} has a {key} that is not three numbers {CHANNEL_RANGES[key]}"
         elif not is_plain(value, 2):
             return f"{name} is neither a number, a short text nor a list of these"
         elif largest := find_excess(name, value):
@@ -100,7 +101,7 @@ def is_plain(value: object, depth: int) -> bool:
 
 
 def is_channels(name: str, value: object) -> bool:
-    """Whether a value is a `mean` or `std`: a sequence of three numbers, std above 0."""
+    """Whether a value is a `mean` or `std`: a sequence of three numbers in CHANNEL_RANGES."""
     numbers = isinstance(value, list | tuple) and all(type(v) in (int, float) for v in value)
     return numbers and parse_channels(name, value) is not None
 

@@ -3,8 +3,6 @@
 Pixels in, logits per cell out.
 """
 
-import math
-
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -21,6 +19,9 @@ INTERPOLATIONS = {
 # timm's names in CaiT and XCiT for blocks in which only the class token changes, by attention to
 # cells that the blocks leave as they are.
 CLASS_ATTENTION = ("blocks_token_only", "cls_attn_blocks")
+# Bounds of mean and std. They are computed in float32, where 1e-320 is 0 and 1e300 infinite.
+LEAST_STD, MOST_CHANNEL = 1e-6, 1e6
+CHANNEL_RANGES = {"mean": "from -1e6 to 1e6", "std": "from 1e-6 to 1e6"}
 # Preprocessing where a model does not state its own.
 IMAGENET_CONFIG = {
     "mean": (0.485, 0.456, 0.406),
@@ -44,25 +45,25 @@ def preprocessing_config(module: nn.Module) -> dict:
     for name in ("mean", "std"):
         values = parse_channels(name, config[name])
         if values is None:
-            positive = ", each above 0" if name == "std" else ""
             raise UserError(
                 f"the {name} of {type(module).__name__} must be three numbers, for red, green and "
-                f"blue{positive}"
+                f"blue, {CHANNEL_RANGES[name]}"
             )
         config[name] = values
     return config
 
 
 def parse_channels(name: str, value: object) -> tuple[float, ...] | None:
-    """Return `mean` or `std` as three finite numbers, None if it is none; std is above 0."""
+    """Return `mean` or `std` as three numbers, None if it is none or outside CHANNEL_RANGES."""
     try:
         # On the CPU also where a model is built on the meta device, whose tensors have no values.
         values = torch.as_tensor(value, dtype=torch.float64, device="cpu").flatten().tolist()
     # as_tensor raises one of these, depending on what is no number.
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return None
-    low = 0 if name == "std" else -math.inf
-    return tuple(values) if len(values) == 3 and all(low < v < math.inf for v in values) else None
+    low = LEAST_STD if name == "std" else -MOST_CHANNEL
+    fits = len(values) == 3 and all(low <= value <= MOST_CHANNEL for value in values)
+    return tuple(values) if fits else None
 
 
 class Network(nn.Module):

@@ -3,7 +3,9 @@
 import hashlib
 import io
 import math
+import struct
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
@@ -12,7 +14,7 @@ import tyro
 from PIL import Image, UnidentifiedImageError
 
 from densefeed import native
-from densefeed.storage import datasets
+from densefeed.storage import datasets, tiff
 from densefeed.storage.geometry import LTRB
 from densefeed.system.errors import UserError
 from densefeed.system.options import Count
@@ -23,8 +25,13 @@ SIZED_FILES = 1024
 # What is read, whatever the file's name says: the formats of torchvision's ImageFolder, and GIF.
 # Pillow opens 43, some of them by other programs: EPS runs Ghostscript.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM")
-# Bytes of an encoded image: as RGB, the default limit of pixels is 537 MB.
-MOST_BYTES = 2**29
+# Bytes of an encoded image: the default limit of pixels as RGB, which are its bytes in a BMP, and a
+# quarter of that for headers.
+MOST_BYTES = 5 * 2**26
+# Values in the tags of a TIFF. Pillow makes an object of 36 to 152 bytes of each.
+MOST_VALUES = 2**21
+# Segments of Exif data in a JPEG. Pillow joins them in quadratic time: 3,000 took 149 s.
+EXIF, MOST_EXIF = b"Exif\0\0", 64
 # Pillow takes 16 bytes of memory per pixel to decode these (WebP 1.43 GB at the default limit, a
 # TIFF of one tile 1.2), for others at most 8. Half of the limit keeps every image below 1 GB.
 COSTLY_FORMATS = ("WEBP", "TIFF")
@@ -64,11 +71,18 @@ def open_image(file: BinaryIO) -> Image.Image:
     decoders do not read alike (see native.check_frame), and DecompressionBombError for too many
     pixels.
     """
-    at = file.tell()
-    if file.read(2) == b"\xff\xd8":
-        file.seek(at)
-        native.check_frame(file.read())
-    file.seek(at)
+    start = file.read(2)
+    if start == b"\xff\xd8":
+        encoded = start + file.read()
+        native.check_frame(encoded)
+        if encoded.count(EXIF) > MOST_EXIF:
+            raise OSError("it has more than 64 segments of Exif data")
+    file.seek(0)
+    # A file that ends early has an error of Pillow's.
+    with suppress(struct.error):
+        if start in (b"II", b"MM") and tiff.count_values(file) > MOST_VALUES:
+            raise OSError(f"its tags hold more than {MOST_VALUES:,} values")
+    file.seek(0)
     image = Image.open(file, formats=FORMATS)
     # A tile is decoded as a whole, however small the image is.
     tags = image.tag_v2 if image.format == "TIFF" else {}
@@ -122,10 +136,10 @@ class Images:
         return len(self.paths)
 
     def read(self, index: int) -> bytes:
-        """Return the encoded bytes of image `index`, as stored. OSError for more than 512 MiB."""
+        """Return the encoded bytes of image `index`, as stored. OSError for more than 320 MiB."""
         with self.open(index) as file:
             if file.seek(0, io.SEEK_END) > MOST_BYTES:
-                raise OSError(None, "this file has more than 512 MiB; remove it", self.where(index))
+                raise OSError(None, "this file has more than 320 MiB; remove it", self.where(index))
             file.seek(0)
             return file.read()
 

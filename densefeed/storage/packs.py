@@ -297,7 +297,7 @@ class Pack:
             top_k=self.top_k,
             num_classes=len(images.class_names),
             absent="zero-logit",
-            teacher=f"{self.teacher} (pack {name}, axes {self.axes})",
+            teacher=f"{escape_controls(self.teacher)} (pack {name}, axes {self.axes})",
             input_size=self.input_size,
             geometry=self.footprint,
             fingerprint=images.fingerprint(),

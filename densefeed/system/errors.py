@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TextIO
 
-from densefeed.system.terminal import STDERR, STDOUT, flush_stdout, print
+from densefeed.system.terminal import STDERR, STDOUT, flush_stdout, name_stream, print
 
 REMEDIES = {
     errno.ENOSPC: "the disk is full; free some space or choose another --out",
@@ -127,8 +127,9 @@ def run(main: Callable[[], object]) -> None:
     UserError, OSError and errors of memory end in one sentence on stderr and exit code 2 instead of
     a traceback. A closed pipe exits with 141, Ctrl-C with 130.
     """
-    # Names may have characters that the terminal's encoding lacks. A daemon may have no stdout, and
-    # a file that was replaced by a pipe after Python opened it cannot be changed.
+    open_streams()
+    # Names may have characters that the terminal's encoding lacks. In a notebook stdout is no file,
+    # and a file that was replaced by a pipe after Python opened it cannot be changed.
     with suppress(AttributeError, OSError):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -159,6 +160,22 @@ def run(main: Callable[[], object]) -> None:
         leave("interrupted", 130)
 
 
+def open_streams() -> None:
+    """Open streams that were closed when the process began, to nowhere.
+
+    A file that the process opens would get their numbers, and what libraries print would be in it.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest number that is free.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w", closefd=False))
+
+
 def make_command(main: Callable, options: type, description: str) -> Callable[[], None]:
     """Return the console script that calls `main` with `options` from the command line."""
 
@@ -166,7 +183,12 @@ def make_command(main: Callable, options: type, description: str) -> Callable[[]
         # Imported here: every module of the package imports this one for UserError.
         import tyro
 
-        run(lambda: main(tyro.cli(options, description=name_commands(description))))
+        def call() -> None:
+            with name_stream(STDOUT):
+                given = tyro.cli(options, description=name_commands(description))
+            main(given)
+
+        run(call)
 
     return command
 

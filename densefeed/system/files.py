@@ -96,6 +96,14 @@ def check_ending(path: Path, ending: str, option: str) -> None:
         raise UserError(f"{option} {path} must end in {ending}; choose another name")
 
 
+def check_utf8(path: Path, option: str) -> None:
+    """Raise UserError for an output whose name is not UTF-8, which some libraries cannot open."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{option} {path} is not UTF-8; choose another name") from None
+
+
 @contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
     """Yield a temporary sibling of `path`; on success rename it over `path`, else delete it.

@@ -96,16 +96,21 @@ def check_replaceable(path: Path, key: str, option: str) -> None:
 
 
 def write_json(path: Path, document: dict | list) -> None:
-    """Write `document` as JSON, atomically; numbers that are not finite become null."""
+    """Write `document` as JSON, atomically, with `replace_invalid`."""
     with replace_file(path) as part:
-        text = json.dumps(replace_nonfinite(document), indent=1, allow_nan=False)
+        text = json.dumps(replace_invalid(document), indent=1, allow_nan=False)
         part.write_text(text + "\n")
 
 
-def replace_nonfinite(value: object) -> object:
-    """Return a document with None for each number that JSON cannot hold."""
+def replace_invalid(value: object) -> object:
+    """Return a document without what JSON cannot hold.
+
+    Numbers that are not finite become None, and bytes of names that are not UTF-8 escapes.
+    """
     if isinstance(value, dict):
-        return {name: replace_nonfinite(item) for name, item in value.items()}
+        return {name: replace_invalid(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [replace_nonfinite(item) for item in value]
+        return [replace_invalid(item) for item in value]
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
     return None if isinstance(value, float) and not math.isfinite(value) else value

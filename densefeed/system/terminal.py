@@ -62,5 +62,5 @@ def name_stream(name: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        error.filename = name
+        error.filename = error.filename or name
         raise

@@ -42,9 +42,10 @@ import tyro
 # timm's own writer of config.json; its public function, push_to_hf_hub, uploads.
 from timm.models._hub import save_config_for_hf
 
-from densefeed.system.errors import UserError, first_line, make_command
+from densefeed.system.errors import BusyError, UserError, first_line, make_command
 from densefeed.system.files import (
     check_regular,
+    check_utf8,
     make_folder,
     name_errors,
     open_locked,
@@ -239,6 +240,7 @@ def main(export: Export) -> list[Path]:
     out, files = export.out, {}
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file, and --out must be a folder; choose another --out")
+    check_utf8(out, "--out")
     check_replaceable(out / "config.json", "architecture", "--out")
     if export.format != "onnx":
         files = {out / "config.json": write_config, out / "model.safetensors": write_safetensors}
@@ -252,6 +254,9 @@ def main(export: Export) -> list[Path]:
     new_folder = not out.exists()
     try:
         agreement = write_files(trained, files, out)
+    # Another export made it.
+    except BusyError:
+        raise
     except BaseException:
         if new_folder:
             # The folder may not have been made yet.

@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from densefeed.system.errors import BusyError, UserError, explain_os_error
-from densefeed.system.files import create_locked, make_folder
+from densefeed.system.files import check_utf8, create_locked, make_folder
 from densefeed.system.json_files import read_json
 from densefeed.training.config import RunOptions
 from densefeed.training.ranks import Ranks
@@ -78,6 +78,7 @@ def remove_empty(folder: Path) -> None:
 
 def check_kinds(out: Path) -> None:
     """Raise UserError if something is in the folder that cannot be written or replaced."""
+    check_utf8(out, "--out")
     for name in FILES:
         path = out / name
         # Also a link to nothing: the log would be written to wherever it leads.

@@ -37,6 +37,8 @@ NUMBERS = (
 VALUES = (
     *(None, True, -1, 0, 1, 10**8, 10**30, -(2**63), 0.5, float("nan"), float("inf"), -1e308),
     *("", "\x1b[2J\x07", "\u202e", "../../x", "/etc/passwd", "a" * 70_000, "\0", "hf-hub:x/y"),
+    # In float32 0 and infinite.
+    *([1e-320] * 3, [1e300] * 3),
     *("resnet18", "\udc80", "__class__", "%s{}[red]", [], {}, [[]], [None] * 3, {"": {}}),
 )
 

@@ -41,6 +41,8 @@ def test_sizes_that_divide_are_above_0(name, value):
         {"mean": (0.5, 0.5, math.nan)},
         {"std": (0.2, 0.0, 0.2)},
         {"std": (0.2, -1, 0.2)},
+        {"std": (0.2, 1e-320, 0.2)},
+        {"mean": (0.2, 1e300, 0.2)},
         {"std": "abc"},
         {3: 4},
         [1],

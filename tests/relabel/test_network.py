@@ -281,9 +281,13 @@ def test_the_preprocessing_of_a_users_module_is_used():
     }
     assert preprocessing_config(timm.create_model("test_vit"))["mean"] == (0.5, 0.5, 0.5)
     module = nn.Identity()
-    module.std = (1.0, 2.0)
-    with pytest.raises(UserError, match="the std of Identity must be three numbers"):
-        preprocessing_config(module)
+    # In float32 the last two are 0 and infinite.
+    for std in ((1.0, 2.0), (0.2, 0.2, 0.0), (0.2, 0.2, 1e-320), (0.2, 0.2, 1e300)):
+        module.std = std
+        with pytest.raises(
+            UserError, match=r"the std of Identity must be three numbers, .* from 1e-6 to 1e6$"
+        ):
+            preprocessing_config(module)
     with pytest.raises(
         UserError, match="Identity needs images resized by 'nearest', and only bilinear"
     ):

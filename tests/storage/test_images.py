@@ -132,6 +132,23 @@ def large_tile() -> bytes:
     return head.ljust(150, b"\0") + tile
 
 
+def many_values() -> bytes:
+    """Make a TIFF of 10 x 10 pixels whose one strip has three million places."""
+    tags = {256: 10, 257: 10, 258: 8, 259: 1, 262: 1, 277: 1, 279: 100}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    entries += struct.pack("<HHII", 273, 4, 3_000_000, 150)
+    head = b"II*\0" + struct.pack("<IH", 8, len(tags) + 1) + entries + bytes(4)
+    return head.ljust(150, b"\0") + bytes(4 * 3_000_000)
+
+
+def much_exif() -> bytes:
+    """Make a JPEG with 65 segments of Exif data."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), "red").save(buffer, "JPEG")
+    segment = b"\xff\xe1" + struct.pack(">H", 8) + b"Exif\0\0"
+    return buffer.getvalue()[:2] + 65 * segment + buffer.getvalue()[2:]
+
+
 ZEROS = zlib.compress(bytes(2**27), 9)
 BOMBS = {
     "JPEG": (header_jpeg(0xCA, 16_384), "--max-pixels 89478485"),
@@ -143,6 +160,8 @@ BOMBS = {
     "text of a PNG": (chunked_png(b"zTXta\0\0" + ZEROS), "too large"),
     "profile of a PNG": (chunked_png(b"iCCPa\0\0" + ZEROS), "too large"),
     "tile of a TIFF": (large_tile(), "--max-pixels 89478485"),
+    "tags of a TIFF": (many_values(), "its tags hold more than 2,097,152 values"),
+    "Exif of a JPEG": (much_exif(), "more than 64 segments of Exif data"),
 }
 
 
@@ -182,6 +201,7 @@ LARGEST = {
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize("name", LARGEST)
 def test_no_image_that_is_read_takes_1_gb(name, little_memory):
     mode, side, options = LARGEST[name]
@@ -272,7 +292,7 @@ def test_a_file_without_end_is_not_read(tmp_path):
     (tmp_path / "cat" / "2.jpg").symlink_to("/dev/zero")
     os.mkfifo(tmp_path / "cat" / "3.jpg")
     images = Images(tmp_path)
-    with pytest.raises(OSError, match=r"this file has more than 512 MiB"):
+    with pytest.raises(OSError, match=r"this file has more than 320 MiB"):
         images.read(0)
     for index in (1, 2):
         with pytest.raises(OSError, match=r"this is no regular file"):

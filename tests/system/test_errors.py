@@ -4,6 +4,7 @@ import io
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -111,6 +112,29 @@ def run_writing_to(path: str | int, body: str, stream: str = "stdout") -> tuple[
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: full}
         done = subprocess.run([sys.executable, "-c", script], text=True, env=variables, **streams)
     return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_a_process_without_streams_does_not_print_into_its_files(closed, tmp_path):
+    """The first file that it opens would have the number of a stream, which libraries print to."""
+    script = "import os, sys\nfrom densefeed.system import errors\n"
+    script += "def main():\n    with open('made', 'wb') as file:\n"
+    script += "        file.write(b'pixels'), file.flush()\n"
+    script += "        os.write(1, b'a message'), os.write(2, b'a message')\n"
+    script += "        print('a message'), print('a message', file=sys.stderr)\n"
+    script += "errors.run(main)"
+    command = shlex.join([sys.executable, "-c", script])
+    assert subprocess.run(f"{command} {closed}", shell=True, cwd=tmp_path).returncode == 0
+    assert (tmp_path / "made").read_bytes() == b"pixels"
+
+
+@pytest.mark.parametrize(("to", "code"), [(">&-", 0), (">/dev/full", 2)])
+def test_a_help_text_that_cannot_be_printed(to, code):
+    command = shlex.join([sys.executable, "-m", "densefeed.tools.model_costs", "--help"])
+    done = subprocess.run(f"{command} {to}", shell=True, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == code
+    sentence = "error: standard output cannot be written (No space left on device); redirect it"
+    assert done.stderr.startswith(sentence) if code else not done.stderr
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from densefeed.system import files
 from densefeed.system.errors import UserError, explain_os_error, run
 from densefeed.system.files import (
     check_absent,
+    create_locked,
     find_path_fault,
     open_regular,
     replace_file,
@@ -93,6 +94,21 @@ def test_user_files_named_like_temporary_ones_are_kept(tmp_path):
         part.write_text("new")
     assert victim.read_text() == "mine"
     assert not (tmp_path / "y.h5").exists()
+
+
+def test_a_file_is_not_created_through_a_link(tmp_path):
+    """Another process may make the link after the path was checked."""
+    victim, link = tmp_path / "victim", tmp_path / "x.rows"
+    victim.write_text("mine")
+    link.symlink_to(victim)
+    with pytest.raises(OSError, match="Too many levels"):
+        os.close(create_locked(link))
+    link.unlink()
+    link.symlink_to(tmp_path / "nothing")
+    with pytest.raises(OSError, match="Too many levels"):
+        os.close(create_locked(link))
+    assert victim.read_text() == "mine"
+    assert not (tmp_path / "nothing").exists()
 
 
 def test_a_file_is_named_once_where_there_are_no_hard_links(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from timm.data import create_transform, resolve_data_config
 
 from densefeed.models import checkpoints  # noqa: F401  (registers our models)
-from densefeed.system.errors import UserError
+from densefeed.system.errors import BusyError, UserError
 from densefeed.tools import export
 from densefeed.tools.export import Export
 
@@ -106,6 +106,29 @@ def test_two_exports_at_once_do_not_mix(runs, tmp_path):
         os.close(other)
     assert not list(tmp_path.iterdir())
     export.main(Export(checkpoint=checkpoint, out=tmp_path))
+
+
+def test_the_new_folder_of_another_export_is_not_removed(runs, tmp_path, monkeypatch):
+    """The other has locked it, and not yet begun a file in it."""
+    checkpoint, out = next(iter(sorted(runs.rglob("*.pt")))), tmp_path / "out"
+
+    def make_and_fail(*_):
+        out.mkdir()
+        raise BusyError(f"{out} is being written by another process")
+
+    monkeypatch.setattr(export, "write_files", make_and_fail)
+    with pytest.raises(BusyError):
+        export.main(Export(checkpoint=checkpoint, out=out))
+    assert out.is_dir()
+
+
+def test_a_name_that_is_not_utf8_is_refused_before_anything_is_written(runs, tmp_path):
+    """ONNX Runtime cannot open it."""
+    checkpoint = next(iter(sorted(runs.rglob("*.pt"))))
+    out = Path(os.fsdecode(os.fsencode(tmp_path) + b"/x\xff"))
+    with pytest.raises(UserError, match="is not UTF-8; choose another name"):
+        export.main(Export(checkpoint=checkpoint, out=out))
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_end_between_two_names_leaves_no_config(runs, tmp_path, monkeypatch):

@@ -99,6 +99,25 @@ def test_export_and_import_restore_the_score_maps(scenes, tmp_path, capsys):
         )
 
 
+def test_export_writes_through_no_link_that_another_process_makes(scenes, tmp_path, monkeypatch):
+    names = [path.relative_to(scenes / "tree") for path in (scenes / "tree").rglob("*.pt")]
+    victim, save = tmp_path / "victim", torch.save
+    victim.write_text("mine")
+
+    def plant(tensor, file):
+        (folder,) = tmp_path.glob("tree.*.part")
+        for name in names:
+            if not (folder / name).exists():
+                (folder / name).symlink_to(victim)
+        save(tensor, file)
+
+    monkeypatch.setattr(torch, "save", plant)
+    with pytest.raises(FileExistsError):
+        export_labels.main(ExportLabels(maps=scenes / "maps.h5", out=tmp_path / "tree"))
+    assert victim.read_text() == "mine"
+    assert not (tmp_path / "tree").exists()
+
+
 def published_targets(folder, path, box, grid):
     """Return the dense targets of a crop as the published code computes them, in float64.
 

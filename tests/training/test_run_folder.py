@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -191,3 +192,11 @@ def test_images_that_no_memory_holds_are_one_sentence(micro, tmp_path, fields, d
 def test_integers_beyond_64_bits_are_refused(micro, tmp_path, fields):
     with pytest.raises(UserError, match=r"^--(size|batch|lr-batch) is an integer beyond 64 bits"):
         micro(tmp_path / "run", **fields)
+
+
+def test_a_name_that_is_not_utf8_is_refused_before_anything_is_written(tmp_path):
+    """TensorBoard cannot open it."""
+    out = Path(os.fsdecode(os.fsencode(tmp_path) + b"/x\xff"))
+    with pytest.raises(UserError, match="is not UTF-8; choose another name"), lock(out):
+        pass
+    assert not list(tmp_path.iterdir())

@@ -28,8 +28,6 @@ FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM")
 # Bytes of an encoded image: the default limit of pixels as RGB, which are its bytes in a BMP, and a
 # quarter of that for headers.
 MOST_BYTES = 5 * 2**26
-# Values in the tags of a TIFF. Pillow makes an object of 36 to 152 bytes of each.
-MOST_VALUES = 2**21
 # Segments of Exif data in a JPEG. Pillow joins them in quadratic time: 3,000 took 149 s.
 EXIF, MOST_EXIF = b"Exif\0\0", 64
 # Pillow takes 16 bytes of memory per pixel to decode these (WebP 1.43 GB at the default limit, a
@@ -80,8 +78,8 @@ def open_image(file: BinaryIO) -> Image.Image:
     file.seek(0)
     # A file that ends early has an error of Pillow's.
     with suppress(struct.error):
-        if start in (b"II", b"MM") and tiff.count_values(file) > MOST_VALUES:
-            raise OSError(f"its tags hold more than {MOST_VALUES:,} values")
+        if start in (b"II", b"MM") and tiff.count_values(file) > tiff.MOST_VALUES:
+            raise OSError(f"its tags hold more than {tiff.MOST_VALUES:,} values")
     file.seek(0)
     image = Image.open(file, formats=FORMATS)
     # A tile is decoded as a whole, however small the image is.

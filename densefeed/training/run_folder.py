@@ -54,8 +54,8 @@ def own_folder(out: Path) -> Iterator[None]:
         for folder in reversed(new):
             make_folder(folder)
             stack.callback(remove_empty, folder)
-        # Where `out` is a file.
-        out.mkdir(exist_ok=True)
+        # Raises FileExistsError where `out` is a file.
+        make_folder(out)
         try:
             # A killed training leaves the file, but not the lock.
             descriptor = create_locked(path)

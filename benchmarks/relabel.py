@@ -2,12 +2,13 @@
 
     python -m benchmarks.relabel
     python -m benchmarks.relabel --teacher resnet10t --input-size 224 --rounds 5
+    python -m benchmarks.relabel --teacher dm_nfnet_f6 --input-size 576 --compile --precision bf16
 
-Both use the same teacher on the same cores. TokenLabeling's map generator reads an ImageFolder
-through timm's evaluation transform (shorter side resized by Pillow, center square) and PyTorch's
-DataLoader. It runs the teacher in fp32 in batches, takes the top k logits of every cell, opens each
-image file again to get its name, and saves float16 [2, k, S, S] with torch.save, one file per
-image, in the order of the batches. `stand-in` does this with --threads worker processes. `pass` is
+Both use the same teacher on the same device and cores. TokenLabeling's map generator reads an
+ImageFolder through timm's evaluation transform (shorter side resized by Pillow, center square) and
+PyTorch's DataLoader. It runs the teacher in fp32 in batches, takes the top k logits of every cell,
+opens each image file again to get its name, and saves float16 [2, k, S, S] with torch.save, one
+file per image, in the order of the batches. `stand-in` does this with --threads worker processes. `pass` is
 the work of tools/relabel_imagenet.py after its setup: decode natively, score, write one store and
 sync it. --compile and --precision apply to `pass` only; the stand-in has no such options. Listing
 the folder, loading and compiling the teacher are not timed for either. Both give the teacher the
@@ -35,6 +36,7 @@ from benchmarks.harness import (
     Output,
     Series,
     command,
+    device_name,
     environment,
     report,
     take_turns,
@@ -47,6 +49,7 @@ from densefeed.relabel.labeling import begin_pass, finish_pass
 from densefeed.relabel.rendering import NativeRender
 from densefeed.relabel.teacher import Teacher
 from densefeed.storage.images import Images
+from densefeed.system.devices import choose_device
 from densefeed.system.errors import UserError
 
 OURS, PEER, TEACHER = "pass", "stand-in", "teacher"
@@ -69,23 +72,25 @@ class RelabelBenchmark(Output):
     threads: Count = 2  # our decoding threads, the stand-in's worker processes, and cores
     compile: bool = False  # compile our teacher
     precision: Literal["fp32", "bf16"] = "fp32"  # of our teacher
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if available, else cpu
     rounds: Count = 5  # measured rounds, after one for warm-up
 
 
 def main(benchmark: RelabelBenchmark) -> dict:
     """Write the images, measure, print and record; return the document that --json writes."""
     check(benchmark)
-    facts = environment()
+    device, facts = choose_device(benchmark.device), environment()
     with tempfile.TemporaryDirectory() as folder:
         images = Path(folder, "images")
         images.mkdir()
         write_crops(images, benchmark.images, benchmark.classes)
         total_bytes = sum(path.stat().st_size for path in images.rglob("*.jpg"))
-        rates = measure(Path(folder), benchmark)
+        rates = measure(Path(folder), benchmark, device)
     jpegs = f"{benchmark.images} JPEGs of {total_bytes / benchmark.images / 1e3:.0f} kB"
     data = (
         f"{jpegs}, {benchmark.teacher} at {benchmark.input_size}, "
-        f"ours {benchmark.precision}{', compiled' if benchmark.compile else ''}"
+        f"ours {benchmark.precision}{', compiled' if benchmark.compile else ''}; "
+        f"{device_name(device)}"
     )
     print(f"{OURS} / {PEER}: required {BAR}, goal {AIM}")
     pairs, threads = [(OURS, PEER), (OURS, TEACHER)], benchmark.threads
@@ -116,7 +121,8 @@ def generate(
     loader = torch.utils.data.DataLoader(dataset, benchmark.batch, num_workers=benchmark.threads)
     paths = iter(dataset.filenames())
     for image_NCHW, _ in loader:
-        for maps in score_images(teacher.model, image_NCHW, benchmark.top_k):
+        image_NCHW = image_NCHW.to(teacher.mean.device)
+        for maps in score_images(teacher.model, image_NCHW, benchmark.top_k).cpu():
             path = next(paths)
             # The published code gets the name from its dataset, which opens the file.
             with open(root / path, "rb"):
@@ -139,11 +145,11 @@ def score_images(model: torch.nn.Module, image_NCHW: torch.Tensor, top_k: int) -
     return torch.stack([top.values, top.indices.float()], 1).half()
 
 
-def measure(folder: Path, benchmark: RelabelBenchmark) -> Series:
+def measure(folder: Path, benchmark: RelabelBenchmark, device: torch.device) -> Series:
     """Return images per second of each contestant, one value per round."""
     torch.manual_seed(0)
     model = timm.create_model(benchmark.teacher, num_classes=benchmark.classes)
-    teacher = Teacher(model, benchmark.input_size, "center-crop", CONFIG)
+    teacher = Teacher(model, benchmark.input_size, "center-crop", CONFIG).to(device)
     images, dataset = Images(folder / "images"), ImageDataset(str(folder / "images"))
     work = begin_pass(
         images,
@@ -158,7 +164,9 @@ def measure(folder: Path, benchmark: RelabelBenchmark) -> Series:
         compiled=benchmark.compile,
     )
     batch, size = benchmark.batch, benchmark.input_size
-    example = torch.zeros(batch, 1, size, size, 3, dtype=torch.uint8)
+    # Pinned, as the buffers of a pass are.
+    pinned = device.type == "cuda"
+    example = torch.zeros(batch, 1, size, size, 3, dtype=torch.uint8, pin_memory=pinned)
 
     def run_ours(_: int) -> int:
         with redirect_stdout(io.StringIO()):
@@ -172,7 +180,8 @@ def measure(folder: Path, benchmark: RelabelBenchmark) -> Series:
         # Only whole batches are scored, so the last one may go beyond the images; its rows count.
         runs = -(-benchmark.images // batch)
         for _ in range(runs):
-            work.scorer.begin(example, batch, benchmark.top_k)
+            scored = work.scorer.begin(example, batch, benchmark.top_k)
+        scored.wait_sync()
         return runs * batch
 
     def clear(_: str) -> None:

@@ -300,7 +300,9 @@ class TokenTransformer(PrunableLayers, nn.Module):
         if mix_PP is not None:
             x_NTD = torch.where(mix_PP.flatten()[:, None], x_NTD.flip(0), x_NTD)
         if self.training and self.fused_head:
-            return TokenFeatures(cls_NK, x_NTD, self.token_head)
+            # Under autocast a CUDA layer norm gives float32. The head is applied outside of it, in
+            # the dtype of its input.
+            return TokenFeatures(cls_NK, x_NTD.to(cls_NK.dtype), self.token_head)
         tokens_NTK = self.token_head(x_NTD)
         if self.training:
             return TokenLogits(cls_NK, tokens_NTK)

@@ -100,8 +100,9 @@ def places(batch: Batch, side: int, rules: TargetRules) -> Places:
         cells = ends.expand(len(view), 2, 2)
     scale, shift = frame.unbind(2)
     through = scale[:, :, None] * view + F.pad(shift[:, :, None], (2, 0))
-    # x before y. A crop lies within its image, so no point is tested against the image too.
-    visible = batch.shown[:, [1, 3, 0, 2]].unflatten(1, (2, 2))
+    # x before y; a list as an index would be copied to a GPU, and the host would wait. A crop lies
+    # within its image, so no point is tested against the image too.
+    visible = batch.shown.unflatten(1, (2, 2)).mT.flip(1)
     return Places(view, through, visible, cells, margin)
 
 

@@ -27,20 +27,9 @@ THREADS = max(1, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 def choose_device(name: str) -> torch.device:
     """Return the device `name`; `auto` is CUDA if available, else the CPU.
 
-    Raises UserError if it cannot be used.
+    A CUDA device with an index becomes the current one. Raises UserError if it cannot be used.
     """
-    found = name
-    if name == "auto":
-        found = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(found)
-        # Only a copy back shows whether the device can be used: `meta` allocates.
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UserError(
-            f"--device {name} cannot be used here ({first_line(error)}); take auto, cpu or cuda"
-        ) from error
-    return device
+    return use_device(parse_device(name), name)
 
 
 def choose_rank_device(name: str) -> torch.device:
@@ -48,24 +37,51 @@ def choose_rank_device(name: str) -> torch.device:
 
     Raises UserError for a device that cannot be used, or one device for several ranks.
     """
-    device = choose_device(name)
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1 or device.type != "cuda":
-        return device
-    local, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-    if device.index is not None:
-        raise UserError(
-            f"--device {name} is one device; under torchrun give --device cuda, and each rank "
-            "takes its own"
-        )
-    if local >= count:
-        raise UserError(
-            f"torchrun started {local + 1} or more ranks on a machine of {count} CUDA devices; "
-            f"give --nproc-per-node {count}"
-        )
-    device = torch.device("cuda", local)
-    # nccl, CUDA events, and `cuda` without an index mean the current device.
-    torch.cuda.set_device(device)
+    device = parse_device(name)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and device.type == "cuda":
+        if device.index is not None:
+            raise UserError(
+                f"--device {name} is one device; under torchrun give --device cuda, and each rank "
+                "takes its own"
+            )
+        local, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if 0 < count <= local:
+            raise UserError(
+                f"torchrun started {local + 1} or more ranks on a machine of {count} CUDA devices; "
+                f"give --nproc-per-node {count}"
+            )
+        # Before any tensor: one on `cuda` would give every rank a context on the first GPU.
+        device = torch.device("cuda", local)
+    return use_device(device, name)
+
+
+def parse_device(name: str) -> torch.device:
+    """Return the device that `name` describes, without using it."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise refuse_device(name, error) from error
+
+
+def use_device(device: torch.device, name: str) -> torch.device:
+    """Make the device `name` the current one, and return it. UserError if it cannot be used."""
+    try:
+        # Triton, nccl, CUDA events, and `cuda` without an index mean the current device.
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)
+        # Only a copy back shows whether the device can be used: `meta` allocates.
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise refuse_device(name, error) from error
     return device
+
+
+def refuse_device(name: str, error: Exception) -> UserError:
+    return UserError(
+        f"--device {name} cannot be used here ({first_line(error)}); take auto, cpu or cuda"
+    )
 
 
 def tag_compiled_code() -> None:

@@ -80,6 +80,11 @@ def test_small_run_writes_json_and_csv(tmp_path):
         (dict(top_k=0), "--top-k"),
         (dict(images=3), "fewer than"),
         (dict(teacher="x"), "not a timm"),
+        pytest.param(
+            dict(device="cuda"),
+            "--device cuda cannot be used here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
     ],
 )
 def test_invalid_options_raise(fields, message):

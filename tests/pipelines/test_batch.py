@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from densefeed.pipelines.batch import Batch, to_device
+from densefeed.pipelines.batch import Batch, copy_stream, to_device
 from densefeed.pipelines.loader import Memory
 
 
@@ -45,3 +45,14 @@ def test_copies_on_the_side_stream_are_whole_when_the_step_reads_them():
         sums.append(batch.image.long().sum() - batch.image[0, 0, 0, 0].long() * batch.image.numel())
         sums.append(batch.image[0, 0, 0, 0].long() - len(sums) // 2)
     assert not torch.stack(sums).any()
+
+
+def test_all_copies_to_a_gpu_share_one_stream(monkeypatch):
+    """Memory stays with the stream it was used on: a stream for each epoch would reserve more."""
+    copy_stream.cache_clear()
+    made, device = [], torch.device("cuda", 3)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device))
+    for _ in range(3):
+        assert list(to_device(iter([]), device)) == []
+    assert made == [device]
+    copy_stream.cache_clear()

@@ -499,10 +499,9 @@ def test_ranks_have_their_own_devices_and_shards(monkeypatch):
         3, 8
     )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr("densefeed.system.devices.choose_device", lambda name: torch.device(name))
+    monkeypatch.setattr("densefeed.system.devices.use_device", lambda device, name: device)
     for name, value in (("RANK", "5"), ("WORLD_SIZE", "6"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     assert relabel_imagenet.choose_shard(replace(wanted, device="cuda")) == (
         Shard(5, 6),
         torch.device("cuda", 1),

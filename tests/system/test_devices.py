@@ -1,11 +1,15 @@
-"""Cores and memory on systems that lack Linux's interfaces."""
+"""The choice of a device; cores and memory on systems that lack Linux's interfaces."""
 
 import os
 import resource
 import sys
 from types import SimpleNamespace
 
-from densefeed.system.devices import count_cores, peak_rss
+import pytest
+import torch
+
+from densefeed.system.devices import choose_device, choose_rank_device, count_cores, peak_rss
+from densefeed.system.errors import UserError
 
 
 def test_cores_are_those_of_this_process_where_the_system_says_so(monkeypatch):
@@ -22,3 +26,47 @@ def test_peak_memory_is_in_bytes_on_linux_and_macos(monkeypatch):
     assert peak_rss() == 2_000_000 * 1024
     monkeypatch.setattr(sys, "platform", "darwin")
     assert peak_rss() == 2_000_000
+
+
+@pytest.fixture
+def four_gpus(monkeypatch):
+    """Pretend that there are four CUDA devices; return what is asked of them, in order."""
+    calls, zeros = [], torch.zeros
+
+    def allocate(count: int, device: torch.device) -> torch.Tensor:
+        calls.append(("allocate", device))
+        return zeros(count)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(("set", device)))
+    monkeypatch.setattr(torch, "zeros", allocate)
+    return calls
+
+
+@pytest.mark.parametrize("choose", [choose_device, choose_rank_device])
+def test_a_named_gpu_becomes_the_current_one_before_it_is_used(choose, four_gpus):
+    """Triton launches its kernels on the current device, whatever the device of their tensors."""
+    device = torch.device("cuda:1")
+    assert choose("cuda:1") == device
+    assert four_gpus == [("set", device), ("allocate", device)]
+
+
+def test_a_rank_touches_no_gpu_but_its_own(four_gpus, monkeypatch):
+    """A tensor on `cuda` would give every rank a context on the first, of some 500 MB each."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    device = torch.device("cuda", 3)
+    for name in ("auto", "cuda"):
+        assert choose_rank_device(name) == device
+    assert four_gpus == 2 * [("set", device), ("allocate", device)]
+
+
+def test_a_rank_that_has_no_gpu_is_refused(four_gpus, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_RANK", "4")
+    with pytest.raises(UserError, match="machine of 4 CUDA devices; give --nproc-per-node 4"):
+        choose_rank_device("cuda")
+    with pytest.raises(UserError, match="--device cuda:1 is one device; under torchrun"):
+        choose_rank_device("cuda:1")
+    assert not four_gpus

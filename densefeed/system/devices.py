@@ -66,11 +66,16 @@ def parse_device(name: str) -> torch.device:
 
 
 def use_device(device: torch.device, name: str) -> torch.device:
-    """Make the device `name` the current one, and return it. UserError if it cannot be used."""
+    """Make the device `name` the current one, and float32 exact; return the device.
+
+    Raises UserError if it cannot be used.
+    """
     try:
         # Triton, nccl, CUDA events, and `cuda` without an index mean the current device.
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)
+        # By default cuDNN rounds the operands of float32 convolutions to TF32, of 10 bits.
+        torch.backends.cudnn.allow_tf32 = False
         # Only a copy back shows whether the device can be used: `meta` allocates.
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:

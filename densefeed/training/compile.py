@@ -6,9 +6,14 @@ from functools import partial
 import torch
 from timm.layers import DropPath
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo
 
 from densefeed.objectives.base import objective_loss, step_loss
 from densefeed.system.devices import tag_compiled_code
+
+# Compilations of one function, at the least. Each input size compiles a block twice, with drop-path
+# and without, and beyond the limit, by default 8, PyTorch runs it in eager mode and says nothing.
+RECOMPILATIONS = 256
 
 
 class SharedDropPath(nn.Module):
@@ -46,6 +51,7 @@ def compile_step(mode: str, trainable: nn.Module) -> Callable[..., Tensor]:
     if mode == "never":
         return step_loss
     tag_compiled_code()
+    dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILATIONS)
     if mode == "graph":
         whole = torch.compile(step_loss, dynamic=False, mode="reduce-overhead")
 

@@ -52,6 +52,13 @@ def test_a_named_gpu_becomes_the_current_one_before_it_is_used(choose, four_gpus
     assert four_gpus == [("set", device), ("allocate", device)]
 
 
+def test_float32_is_not_rounded_to_tf32(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    choose_device("cpu")
+    assert not torch.backends.cudnn.allow_tf32
+    assert not torch.backends.cuda.matmul.allow_tf32
+
+
 def test_a_rank_touches_no_gpu_but_its_own(four_gpus, monkeypatch):
     """A tensor on `cuda` would give every rank a context on the first, of some 500 MB each."""
     monkeypatch.setenv("WORLD_SIZE", "4")

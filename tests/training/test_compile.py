@@ -35,6 +35,21 @@ def test_blocks_with_different_drop_rates_share_a_compilation(monkeypatch, name)
         model.eval()
 
 
+@torch._dynamo.config.patch(recompile_limit=8)
+def test_blocks_are_compiled_for_every_input_size(monkeypatch):
+    """Also for more than PyTorch's default, beyond which it runs them in eager mode."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = timm.create_model(
+        "lvvit_micro", depth=2, embed_dim=24, drop_path_rate=0.3, num_classes=3
+    ).train()
+    compile_step("blocks", model)
+    for number in range(1, 7):
+        model(torch.randn(2, 3, 16 * number, 16 * number))
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2 * number
+
+
 def test_blocks_of_wrapped_models_are_compiled(monkeypatch):
     """The heads of DRLoc have no blocks; the blocks of an agent are compiled too."""
     compiled = []

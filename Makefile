@@ -60,26 +60,11 @@ $(READY): .ci/set_up.sh pyproject.toml setup.py $(wildcard densefeed/native/*.[c
 	PYTHON="$(PYTHON)" bash .ci/set_up.sh .venv
 	touch $(READY)
 
-comma := ,
-GPU_LOADERS := ffcv+labels,dali-gpu+labels,dali-gpu,dali-gpu+ffcv+labels,nvidia-dali-gpu
-# The tests that need a CUDA device, then what it costs there; without one they say so and pass.
+# The tests that need a CUDA device, then measurements beside their goals; goes on where it stopped.
+# Needs nothing but PyTorch, timm and what pyproject.toml names: `python tools/gpu_check.py` without
+# make installs nothing.
 gpu-check: $(READY)
-	$(RUN) -m pytest -m gpu
-	@if $(RUN) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
-		$(RUN) -m benchmarks.targets --device cuda && \
-		$(RUN) -m benchmarks.targets --device cuda --compare head --batch 64 --classes 21841 && \
-		$(RUN) -m benchmarks.targets --device cuda --compare step --model lvvit_s && \
-		$(RUN) -m benchmarks.augment --device cuda --batch 128 && \
-		$(RUN) -m benchmarks.step --device cuda --batch 128 --objective token-label --modes eager compiled whole captured \
-			--json bench/step-cuda.json && \
-		$(RUN) -m benchmarks.step --device cuda --batch 128 --model deit_small_patch16_224 && \
-		$(RUN) -m benchmarks.step --device cuda --batch 128 --model swin_tiny_patch4_window7_224 --drloc && \
-		$(RUN) -m benchmarks.step --device cuda --batch 128 --model dhvt_tiny_imagenet_patch16 --drloc && \
-		$(RUN) -m benchmarks.step --device cuda --batch 64 --model bootstrapping_vit_b --bootstrap joint && \
-		$(RUN) -m benchmarks.loaders --threads $$(nproc) --loaders $(GPU_LOADERS) --json bench/loaders-cuda.json && \
-		for one in $(subst $(comma), ,$(GPU_LOADERS)); do \
-			$(RUN) -m benchmarks.loaders --threads $$(nproc) --rounds 3 --loaders $$one || exit; done; \
-	else echo "no CUDA device: nothing was measured"; fi
+	$(RUN) tools/gpu_check.py
 
 # Loaders, targets, augmentation and whole steps beside all others; minutes, and rows in
 # benchmarks/results.csv.

@@ -42,7 +42,7 @@ def environment(packages: tuple[str, ...]) -> dict[str, str | int]:
 def commit() -> str:
     """Return the commit of the checkout, with `-dirty` if any file but the results differs from it.
 
-    Returns `unknown` outside a checkout.
+    Without a checkout it is what the environment variable DENSEFEED_COMMIT says, or `unknown`.
     """
 
     def git(*words: str) -> str:
@@ -55,7 +55,7 @@ def commit() -> str:
         dirty = git("status", "--porcelain", "--", ".", f":!{RESULTS}")
         return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if dirty else "")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("DENSEFEED_COMMIT", "unknown")
 
 
 def cpu_model() -> str:

@@ -1,0 +1,117 @@
+"""The GPU check: every stage runs whatever others do, results are kept, goals are compared."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from densefeed.system.errors import UserError
+from densefeed.system.provenance import ROOT, commit
+from densefeed.tools import gpu_check
+from densefeed.tools.gpu_check import Goal, GpuCheck, Stage
+
+# A benchmark: its first argument says what it does, `--results PATH` is where its row goes.
+BENCHMARK = """
+import subprocess, sys, time
+way, results = sys.argv[1], sys.argv[sys.argv.index("--results") + 1]
+print("measuring", way)
+if way == "hangs":
+    subprocess.run([sys.executable, "-c", f"import time; time.sleep(99); open({results!r}, 'w')"])
+if way == "fails":
+    sys.exit(3)
+with open(results, "w") as file:
+    file.write("name,median,p25,p75,unit\\nrate,1234.5,1000,1500,images/s\\n")
+"""
+STAGES = (
+    Stage("fails", 60, "a_benchmark fails", ""),
+    Stage("hangs", 2, "a_benchmark hangs", "", (Goal("rate", 5),)),
+    Stage("works", 60, "a_benchmark works", "", (Goal("rate", 2000), Goal("rate", 2000, False))),
+)
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch):
+    (tmp_path / "a_benchmark.py").write_text(BENCHMARK)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    monkeypatch.setattr(gpu_check, "STAGES", STAGES)
+    monkeypatch.setattr(gpu_check, "NAMES", ("fails", "hangs", "works"))
+    return GpuCheck(out=tmp_path / "out", device="cpu")
+
+
+def states(out: Path) -> dict[str, str]:
+    stages = json.loads((out / "results.json").read_text())["stages"]
+    return {name: stage["state"] for name, stage in stages.items()}
+
+
+def test_stages_that_fail_or_hang_stop_no_other(check, capsys):
+    began = time.monotonic()
+    with pytest.raises(SystemExit, match="1"):
+        gpu_check.main(check)
+    assert time.monotonic() - began < 50
+    wanted = {"fails": "failed with 3", "hangs": "stopped after 2 s", "works": "done"}
+    assert states(check.out) == wanted
+    assert sorted(os.listdir(check.out)) == ["log.txt", "results.csv", "results.json"]
+    assert (check.out / "results.csv").read_text().splitlines()[1:] == [
+        "rate,1234.5,1000,1500,images/s"
+    ]
+    assert (check.out / "log.txt").read_text().count("measuring") == 3
+    table = capsys.readouterr().out
+    assert "1,234 images/s" in table or "1,235 images/s" in table
+    assert "at least 2,000" in table
+    assert "at most 2,000" in table
+
+
+def test_the_same_command_goes_on_with_what_is_missing(check, capsys):
+    with pytest.raises(SystemExit):
+        gpu_check.main(check)
+    (check.out.parent / "a_benchmark.py").write_text(BENCHMARK.replace("sys.exit(3)", "pass"))
+    with pytest.raises(SystemExit):
+        gpu_check.main(check)
+    assert states(check.out)["fails"] == "done"
+    assert "works: done before; skipped" in capsys.readouterr().out
+    assert (check.out / "results.csv").read_text().count("images/s") == 2
+
+
+def test_no_stage_begins_when_the_time_is_over(check, capsys):
+    with pytest.raises(SystemExit):
+        gpu_check.main(GpuCheck(out=check.out, device="cpu", seconds=5))
+    assert "fails: 5 s are left; run the same command again to go on" in capsys.readouterr().out
+    assert not (check.out / "results.json").exists()
+
+
+def test_results_of_another_commit_are_kept(check, monkeypatch):
+    check.out.mkdir()
+    found = {"kind": "gpu-check", "commit": "abc", "device": "cpu", "small": False, "stages": {}}
+    (check.out / "results.json").write_text(json.dumps(found))
+    with pytest.raises(
+        UserError, match="results of another commit, device or size; choose another"
+    ):
+        gpu_check.main(check)
+    assert json.loads((check.out / "results.json").read_text()) == found
+
+
+def test_the_commit_comes_from_the_environment_where_there_is_no_checkout(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert commit() == "unknown"
+    monkeypatch.setenv("DENSEFEED_COMMIT", "0123abc")
+    assert commit() == "0123abc"
+
+
+def test_unknown_stages_are_refused():
+    with pytest.raises(UserError, match="--only step is no stage; choose of tests, step-lvvit-s"):
+        GpuCheck(only=("step",))
+
+
+@pytest.mark.slow
+def test_every_stage_runs_on_a_cpu(tmp_path):
+    words = [sys.executable, "-m", "densefeed.tools.gpu_check", "--device", "cpu", "--small"]
+    done = subprocess.run([*words, "--out", tmp_path / "out"], cwd=ROOT, capture_output=True)
+    log = (tmp_path / "out" / "log.txt").read_text()
+    assert (done.returncode, states(tmp_path / "out")) == (
+        0,
+        dict.fromkeys((stage.name for stage in gpu_check.STAGES), "done"),
+    ), log

@@ -12,14 +12,19 @@ from densefeed.pipelines.batch import Batch
 from densefeed.system.devices import synchronize
 
 # Dense peak in 16 bits, operations per second, from the vendors' data sheets. For other devices the
-# rate of a matrix product is measured.
+# rate of a matrix product is measured. The first key counts whose words are all in the device's
+# name: boards with PCIe have lower clocks than those with SXM.
 PEAKS = {
+    "H200 NVL": 835e12,
     "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
     "H100": 989e12,
     "GH200": 989e12,
     "A100": 312e12,
     "L40S": 362e12,
     "L4": 121e12,
+    "V100 PCIE": 112e12,
     "V100": 125e12,
 }
 SECONDS = 0.3  # duration of that measurement
@@ -44,8 +49,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     It is taken from the data sheet if the device is known, else measured.
     """
     if device.type == "cuda" and dtype != torch.float32:
-        words = torch.cuda.get_device_name(device).replace("-", " ").split()
-        if known := [peak for name, peak in PEAKS.items() if name in words]:
+        words = set(torch.cuda.get_device_name(device).replace("-", " ").split())
+        if known := [peak for name, peak in PEAKS.items() if words.issuperset(name.split())]:
             return known[0]
     return matmul_rate(device, dtype)
 

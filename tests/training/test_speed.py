@@ -75,10 +75,18 @@ def test_saved_bytes_exclude_weights_and_duplicates():
 
 def test_peak_rate_is_known_or_measured(monkeypatch):
     assert 1e8 < matmul_rate(CPU, torch.float32) < 1e14
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200 141GB HBM3e")
-    assert peak_flops(torch.device("cuda"), torch.bfloat16) == 989e12
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA L40S-48C")
-    assert peak_flops(torch.device("cuda"), torch.float16) == 362e12
+    for name, peak in {
+        "NVIDIA H200 141GB HBM3e": 989e12,
+        "NVIDIA H200 NVL": 835e12,
+        "NVIDIA H100 80GB HBM3": 989e12,
+        "NVIDIA H100 PCIe": 756e12,
+        "NVIDIA H100 NVL": 835e12,
+        "NVIDIA L40S-48C": 362e12,
+        "Tesla V100-PCIE-32GB": 112e12,
+        "Tesla V100-SXM2-32GB": 125e12,
+    }.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        assert peak_flops(torch.device("cuda"), torch.bfloat16) == peak
     status = Path("/proc/self/status").read_text()
     peak = 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
     # The kernel updates the two counts of pages at different times.

@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from densefeed.system.errors import BusyError, UserError, explain_os_error
-from densefeed.system.files import check_utf8, create_locked, make_folder
+from densefeed.system.files import check_utf8, create_locked, make_folder, name_errors
 from densefeed.system.json_files import read_json
 from densefeed.training.config import RunOptions
 from densefeed.training.ranks import Ranks
@@ -63,11 +63,17 @@ def own_folder(out: Path) -> Iterator[None]:
             raise UserError(
                 f"another training is writing to {out}; wait for its end, or choose another --out"
             ) from None
-        stack.callback(os.close, descriptor)
+        stack.callback(close, descriptor, path)
         # While it is locked, so that nobody can have locked a file that is about to go.
         stack.callback(path.unlink, missing_ok=True)
         check_owner(out)
         yield
+
+
+def close(descriptor: int, path: Path) -> None:
+    """Close the file `path`; an error names it."""
+    with name_errors(path):
+        os.close(descriptor)
 
 
 def remove_empty(folder: Path) -> None:

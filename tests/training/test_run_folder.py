@@ -1,5 +1,6 @@
 """The run folder: one training at a time, no file of the user is lost, odd files are refused."""
 
+import errno
 import json
 import os
 import signal
@@ -200,3 +201,26 @@ def test_a_name_that_is_not_utf8_is_refused_before_anything_is_written(tmp_path)
     with pytest.raises(UserError, match="is not UTF-8; choose another name"), lock(out):
         pass
     assert not list(tmp_path.iterdir())
+
+
+def test_each_folder_is_made_once(tmp_path, monkeypatch):
+    """`mkdir(exist_ok=True)` of a folder that exists hides any error of the file system."""
+    made, mkdir = [], os.mkdir
+    monkeypatch.setattr(os, "mkdir", lambda path, *mode: (made.append(Path(path)), mkdir(path)))
+    with lock(tmp_path / "runs" / "a"):
+        assert made == [tmp_path / "runs", tmp_path / "runs" / "a"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux's names of descriptors")
+def test_a_lock_that_cannot_be_closed_is_named(tmp_path, monkeypatch):
+    close = os.close
+
+    def fail(descriptor):
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        close(descriptor)
+        if "train.lock" in name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "close", fail)
+    with pytest.raises(OSError, match=r"error: '.*/run/train.lock'"), lock(tmp_path / "run"):
+        pass

@@ -88,9 +88,10 @@ def test_drop_path_rate_matches_timm(scale):
     assert ours.eval()(x) is x
 
 
+# Not monkeypatch, which would leave a config without the option.
+@torch.compiler.config.patch(cache_key_tag="mine")
 def test_compiled_code_is_tagged_once_with_the_vector_width(monkeypatch):
     """A tag that the user set stays."""
-    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "mine")
     for width in ("AVX2", "AVX512", "AVX2"):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda width=width: width)
         tag_compiled_code()

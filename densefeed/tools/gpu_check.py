@@ -34,7 +34,7 @@ from densefeed.system.terminal import escape_controls, print, print_table
 
 # Seconds that must be left for a stage: PyTorch alone takes several to import.
 LEAST = 20
-# Lines of the log that are kept of a stage that failed, for the table.
+# Lines of the output that are printed below the table for a stage that failed.
 TAIL = 3
 
 
@@ -276,6 +276,9 @@ def show(results: dict) -> None:
         for goal in stage.goals:
             table.add_row("", "", goal.name, *compare(goal, values.get(goal.name)))
     print_table(table, least_width=120)
+    for name, found in results["stages"].items():
+        for line in found["last"]:
+            print(f"{name}: {line}")
 
 
 def compare(goal: Goal, row: dict | None) -> tuple[str, str, str]:

@@ -63,6 +63,8 @@ def test_stages_that_fail_or_hang_stop_no_other(check, capsys):
     assert "1,234 images/s" in table or "1,235 images/s" in table
     assert "at least 2,000" in table
     assert "at most 2,000" in table
+    assert "fails: measuring fails" in table
+    assert "works: measuring" not in table
 
 
 def test_the_same_command_goes_on_with_what_is_missing(check, capsys):

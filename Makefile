@@ -60,7 +60,7 @@ $(READY): .ci/set_up.sh pyproject.toml setup.py $(wildcard densefeed/native/*.[c
 	PYTHON="$(PYTHON)" bash .ci/set_up.sh .venv
 	touch $(READY)
 
-# The tests that need a CUDA device, then measurements beside their goals; goes on where it stopped.
+# The tests that need a CUDA device, then measurements beside their goals; resumes where it stopped.
 # Needs nothing but PyTorch, timm and what pyproject.toml names: `python tools/gpu_check.py` without
 # make installs nothing.
 gpu-check: $(READY)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -81,7 +82,7 @@ def test_the_same_command_goes_on_with_what_is_missing(check, capsys):
 def test_no_stage_begins_when_the_time_is_over(check, capsys):
     with pytest.raises(SystemExit):
         gpu_check.main(GpuCheck(out=check.out, device="cpu", seconds=5))
-    assert "fails: 5 s are left; run the same command again to go on" in capsys.readouterr().out
+    assert "fails: 5 s are left; run the same command again to continue" in capsys.readouterr().out
     assert not (check.out / "results.json").exists()
 
 
@@ -117,3 +118,10 @@ def test_every_stage_runs_on_a_cpu(tmp_path):
         0,
         dict.fromkeys((stage.name for stage in gpu_check.STAGES), "done"),
     ), log
+    # On a CPU the steps are measured in eager mode alone. A goal of a row that no stage has would
+    # never be compared.
+    stages = json.loads((tmp_path / "out" / "results.json").read_text())["stages"]
+    for stage in gpu_check.STAGES:
+        names = [row["name"] for row in stages[stage.name]["rows"]]
+        for goal in stage.goals:
+            assert re.sub(", (compiled|captured)$", ", eager", goal.name) in names

@@ -63,8 +63,8 @@ class Watch(TorchDispatchMode):
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if name in ("copy_", "_to_copy"):
             source, target = (given[1], given[0]) if name == "copy_" else (given[0], out)
-            unasked = args[2] if len(args) > 2 else False
-            if source.is_cuda != target.is_cuda and not kwargs.get("non_blocking", unasked):
+            positional = args[2] if len(args) > 2 else False
+            if source.is_cuda != target.is_cuda and not kwargs.get("non_blocking", positional):
                 self.record(f"a copy of {tuple(source.shape)} between devices")
         if name in ("index", "index_put", "index_put_") and has_mask(args[1]):
             self.record("a mask as an index")

@@ -95,7 +95,7 @@ def measure(benchmark: AugmentBenchmark, device: torch.device) -> Series:
     def run_ours(augmentation: Augmentation, apply: Callable, number: int) -> int:
         for batch in batches:
             choice = augmentation.choose(number, batch.index, batch.repeat, size, size)
-            apply(batch, choice.to(device))
+            apply(batch, choice)
         # One wait per round: a training step does not wait for its augmentation either.
         synchronize(device)
         return total

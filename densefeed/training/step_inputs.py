@@ -43,7 +43,11 @@ class StepInputs:
         self.objective, self.dtype = objective, dtype
         model = get_networks(trainable)[0]
         mean, std = model.pretrained_cfg["mean"], model.pretrained_cfg["std"]
-        self.augmentation = Augmentation(loader.plan, config.augment, mean, std).to(ranks.device)
+        # Under autocast the first layer would round the images to its dtype anyway; mixup computes
+        # with them before.
+        image_dtype = (None if config.mix.mixup else dtype) or torch.float32
+        augmentation = Augmentation(loader.plan, config.augment, mean, std, image_dtype)
+        self.augmentation = augmentation.to(ranks.device)
         self.mixing = Mixing(loader.plan, config.mix)
         resident = config.data.maps_on_device and objective.needs_score_maps
         self.resident = ResidentMaps(loader.source, ranks.device) if resident else None

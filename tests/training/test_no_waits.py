@@ -6,6 +6,7 @@ two devices meet; `Watch` records what else makes the host wait, and the dtypes 
 
 import traceback
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -167,6 +168,12 @@ def add_gradients(module: nn.Module, *_: Tensor) -> None:
         parameter.grad = torch.empty_like(parameter)
 
 
+def to_numpy(tensor: Tensor, tensor_numpy: Callable = Tensor.numpy) -> np.ndarray:
+    """Return the numbers of a real tensor; the mode would make it fake."""
+    with unset_fake_temporarily():
+        return tensor_numpy(tensor)
+
+
 @contextmanager
 def fake_cuda():
     """Fake tensors, and what else PyTorch asks of a driver."""
@@ -177,7 +184,10 @@ def fake_cuda():
             ("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),
             ("torch.cuda.is_bf16_supported", lambda *_: True),
             ("torch.Tensor.pin_memory", lambda tensor: tensor),
+            ("torch.Tensor.numpy", to_numpy),
             ("densefeed.training.setup.build_model", build_meta),
+            # Fake tensors have no memory for a kernel; tests/pretended has the launches.
+            ("densefeed.pipelines.augment.fused_triton.launch", lambda *_, **constants: None),
             ("timm.utils.model_ema.deepcopy", copy_module),
             ("timm.utils.model_ema.torch", HostTorch()),
             # `module.to` would swap parameters, and refuses those that the mode remembers.
@@ -203,7 +213,9 @@ def run_step(config: Config) -> Watch:
         trainable, dtype = student.trainable.train(), autocast_dtype(config, CUDA)
         inputs = StepInputs(config, ranks, loader, objective, trainable, dtype)
         draws = np.arange(IMAGES), np.zeros(IMAGES, np.int64)
-        choice = inputs.augmentation.choose(0, *draws, size, size)
+        # Real tensors, because the choice is laid out for kernels with NumPy.
+        with unset_fake_temporarily():
+            choice = inputs.augmentation.choose(0, *draws, size, size)
         with Watch() as watch:
             batch = inputs.augmentation(fake_batch(size, spec).to(CUDA), choice)
             losses = inputs.losses(student.network, [batch], 0, 0)
@@ -254,6 +266,14 @@ def test_a_step_of_a_recipe_waits_for_nothing_and_multiplies_in_16_bits(recipe):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_step_waits_for_nothing_whatever_its_options(name):
+    watch = run_step(with_options(LVVIT(), model_kwargs=("depth=2",), **OPTIONS[name]))
+    assert watch.waits == []
+
+
+@pytest.mark.parametrize("name", ["much augmentation", "color jitter"])
+def test_a_step_waits_for_nothing_without_triton(monkeypatch, name):
+    """Augmentation has plain PyTorch for builds that come without."""
+    monkeypatch.setattr("densefeed.pipelines.augment.fused.has_triton", lambda: False)
     watch = run_step(with_options(LVVIT(), model_kwargs=("depth=2",), **OPTIONS[name]))
     assert watch.waits == []
     half = torch.float16 if name == "float16" else torch.bfloat16

@@ -2,8 +2,8 @@
 
 The order is timm's: crop, resize and flip (the loader), RandAugment or color jitter on bytes,
 normalize, erase. The operations are chosen on the host (choices.py); the device applies each of
-them only to the samples that it was chosen for (operations.py), so the cost is that of the applied
-operations and there is no host sync.
+them only to the samples that it was chosen for (operations.py, on a GPU fused.py), so the cost is
+that of the applied operations and there is no host sync.
 
 Labels follow: rotations, shears and translations of a sample are composed into one map, the image
 is resampled once, and the sample's View becomes the old one after that map. Where the new View
@@ -14,15 +14,16 @@ blur once instead of twice, and the second can bring back pixels that the first 
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from densefeed.pipelines.augment.choices import AugmentPlan, Chooser, Group, noise_length
-from densefeed.pipelines.augment.operations import OPERATIONS, apply_tables
+from densefeed.pipelines.augment import fused
+from densefeed.pipelines.augment.choices import AugmentPlan, Chooser, noise_length
+from densefeed.pipelines.augment.groups import apply_group, apply_rows
 from densefeed.pipelines.augment.settings import Augment
 from densefeed.pipelines.augment.warp import warp_images
 from densefeed.pipelines.batch import Batch, to_device
@@ -73,12 +74,19 @@ class Augmentation(torch.nn.Module):
         augment: the operations.
         mean, std: of the network's input; the mean is also the fill color where a warp reaches
             beyond the crop, as in timm.
+        dtype: of the augmented images.
     """
 
     def __init__(
-        self, plan: EpochPlan, augment: Augment, mean: tuple[float, ...], std: tuple[float, ...]
+        self,
+        plan: EpochPlan,
+        augment: Augment,
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
+        self.dtype = dtype
         self.normalize = Normalize(mean, std)
         # The rounding of timm's transforms_factory.py.
         self.fill = tuple(min(255, round(255 * value)) for value in mean)
@@ -93,22 +101,38 @@ class Augmentation(torch.nn.Module):
     def forward(self, batch: Batch, choice: AugmentPlan) -> Batch:
         """Return the augmented and normalized batch, without a host sync.
 
-        Its `image` is float32 `[N, 3, H, W]` in channels_last memory, its `view` that after the
-        warp. `choice` is that of this batch:
+        Its `image` is `dtype [N, 3, H, W]` in channels_last memory, its `view` that after the warp.
+        `choice` is that of this batch, on the host:
         `choose(batch.epoch, batch.index, batch.repeat, H, W)`. The batch itself is not modified.
         """
-        choice = choice.to(batch.image.device)
-        image = self.normalize(self.crops(batch, choice))
-        self._erase(image, choice)
+        image, view = (self._fused if fused.can_run(batch.image) else self._plain)(batch, choice)
         aligned = batch.axis_aligned and not self.shears
-        return batch._replace(image=image, view=compose_views(batch, choice), axis_aligned=aligned)
+        return batch._replace(image=image, view=view, axis_aligned=aligned)
 
     def crops(self, batch: Batch, choice: AugmentPlan) -> Tensor:
-        """Return the augmented crops before normalization and erasing: uint8 `[N, H, W, 3]`.
+        """Return the augmented crops before normalization and erasing: uint8 `[N, H, W, 3]`."""
+        if fused.can_run(batch.image):
+            plan = fused.pack(choice, len(batch.image), batch.image.device)
+            return fused.augment_crops(batch.image, plan, choice, self.fill)
+        return self._operate(batch.image, choice.to(batch.image.device))
 
-        `choice` must be on the batch's device.
-        """
-        image = batch.image
+    def _fused(self, batch: Batch, choice: AugmentPlan) -> tuple[Tensor, Tensor]:
+        """Compute image and View with the kernels of fused.py."""
+        plan = fused.pack(choice, len(batch.image), batch.image.device)
+        image = fused.augment_crops(batch.image, plan, choice, self.fill)
+        colors = self.normalize.scale, self.normalize.shift, self.noise
+        image = fused.normalize_and_erase(image, plan, *colors, self.mode, self.dtype)
+        return image, fused.compose_views(batch.view, plan)
+
+    def _plain(self, batch: Batch, choice: AugmentPlan) -> tuple[Tensor, Tensor]:
+        """Compute image and View in plain PyTorch."""
+        choice = choice.to(batch.image.device)
+        image = self.normalize(self._operate(batch.image, choice))
+        self._erase(image, choice)
+        return image.to(self.dtype), compose_views(batch, choice)
+
+    def _operate(self, image: Tensor, choice: AugmentPlan) -> Tensor:
+        """Do the operations and the warp, chosen on the images' device, in plain PyTorch."""
         if len(choice.row):
             # The operations work in place, and the caller's batch must not change.
             image = image.clone(memory_format=torch.contiguous_format)
@@ -132,31 +156,6 @@ class Augmentation(torch.nn.Module):
             else:
                 noise = self.noise[at : at + hole.numel()]
                 hole.copy_(noise.view(height, width, 3).permute(2, 0, 1))
-
-
-def apply_group(image_NHWC: Tensor, group: Group, choice: AugmentPlan) -> None:
-    """Apply one operation to the samples of its group, in place."""
-    part = slice(group.start, group.stop)
-    operation, argument = apply_tables, choice.table[:, None]
-    if group.name != "Table":
-        operation, argument = OPERATIONS[group.name], choice.number
-    apply_rows(image_NHWC, choice.row[part], operation, argument[part])
-
-
-def apply_rows(
-    image_NHWC: Tensor, row_M: Tensor, operation: Callable[..., Tensor], *arguments: Tensor
-) -> None:
-    """Replace the samples `row_M` by `operation` of them and of its arguments `[M, ...]`, in place.
-
-    On a GPU all at once. On a CPU one by one: the floats of one crop of 224 px fit its second-level
-    cache, those of two do not.
-    """
-    if not image_NHWC.is_cpu:
-        image_NHWC.index_copy_(0, row_M, operation(image_NHWC.index_select(0, row_M), *arguments))
-        return
-    for at, row in enumerate(row_M.tolist()):
-        sample = image_NHWC[row : row + 1]
-        sample.copy_(operation(sample, *(argument[at : at + 1] for argument in arguments)))
 
 
 def compose_views(batch: Batch, choice: AugmentPlan) -> Tensor:

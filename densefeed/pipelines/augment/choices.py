@@ -50,11 +50,15 @@ Draw = Callable[..., np.ndarray]
 
 
 class Group(NamedTuple):
-    """One operation for some samples: rows, arguments, tables `start:stop` of the AugmentPlan."""
+    """One operation for some samples: rows, arguments, tables `start:stop` of the AugmentPlan.
+
+    A sample has at most one operation in each round.
+    """
 
     name: str
     start: int
     stop: int
+    round: int
 
 
 class EraseBox(NamedTuple):
@@ -333,7 +337,8 @@ def group_operations(
     edges = pairwise([*starts.tolist(), len(key_R)])
     for key, (start, stop) in zip(keys.tolist(), edges, strict=True):
         number, code = divmod(key, len(CODES))
-        (before if number < rounds_before else after).append(Group(names[code], start, stop))
+        half = before if number < rounds_before else after
+        half.append(Group(names[code], start, stop, number))
     return tuple(before), tuple(after), row_R, argument_R, make_tables(code_R, argument_R)
 
 

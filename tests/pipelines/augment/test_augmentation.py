@@ -14,7 +14,7 @@ from timm.data import auto_augment
 from torchvision.transforms.v2 import functional as tv
 
 from densefeed.pipelines.augment import augmentation as augment_module
-from densefeed.pipelines.augment import warp
+from densefeed.pipelines.augment import groups, warp
 from densefeed.pipelines.augment.augmentation import (
     Augmentation,
     Normalize,
@@ -344,7 +344,8 @@ def test_the_device_part_needs_no_host_sync(images, monkeypatch, no_host_read):
     def at_once(image, row, operation, *arguments):
         image.index_copy_(0, row, operation(image.index_select(0, row), *arguments))
 
-    monkeypatch.setattr(augment_module, "apply_rows", at_once)
+    for module in (augment_module, groups):
+        monkeypatch.setattr(module, "apply_rows", at_once)
     monkeypatch.setattr(
         torch.Tensor, "bincount", lambda index, minlength: histogram(index, minlength)
     )

@@ -1,0 +1,206 @@
+"""Augmentation on a GPU in few kernels: a batch of LV-ViT's recipes is seven launches.
+
+operations.py and warp.py launch several kernels for each operation, some 600 for a batch. Here one
+kernel does a whole round of operations, at most one for each sample, and one each the warp,
+normalization with erasing, and the Views. The kernels (fused_triton.py) read the choice by sample;
+`pack` lays it out so, and it is copied to the device at once.
+
+Blur and registered operations have no kernel. They run as before, after the others of their round.
+"""
+
+import importlib.util
+from functools import cache
+from itertools import chain, groupby
+from operator import attrgetter
+from types import ModuleType
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from densefeed.pipelines.augment.choices import AugmentPlan, Group
+from densefeed.pipelines.augment.groups import apply_group
+from densefeed.pipelines.augment.settings import CODES
+from densefeed.pipelines.augment.warp import ALMOST
+
+# N samples   H, W pixels   R operations of a batch   M warped samples   B erased boxes
+
+# Operations whose result for a byte depends on it and numbers of the image: one table each.
+BY_TABLE = ("Table", "AutoContrast", "Equalize", "Contrast")
+WITH_KERNEL = (*BY_TABLE, "Color", "Sharpness", "Hue")
+
+
+class Round(NamedTuple):
+    """Operations of a batch, at most one for each sample."""
+
+    entry: Tensor  # int32 [N], which of the plan's operations; -1: none that has a kernel
+    by_table: bool  # whether one of them is by table
+    others: tuple[Group, ...]  # those without a kernel
+
+
+class SamplePlan(NamedTuple):
+    """An AugmentPlan by sample, on the device."""
+
+    before: tuple[Round, ...]
+    after: tuple[Round, ...]
+    code: Tensor  # int32 [R], settings.CODES
+    argument: Tensor  # float32 [R]
+    table: Tensor  # uint8 [256 R]
+    warp: Tensor  # int32 [N], which of the matrices; -1: not warped
+    pixel_matrix: Tensor  # float32 [6 M], output to source in pixels of the crop
+    matrix: Tensor  # float32 [6 M], the same map in normalized coordinates
+    cubic: Tensor  # float32 [M], 1 for bicubic, 0 for bilinear
+    box_start: Tensor  # int32 [N + 1], the first box of each sample
+    box: Tensor  # int32 [5 B]: top, left, height, width, offset in the noise table
+
+
+@cache
+def has_triton() -> bool:
+    """Return whether there is Triton: some builds of PyTorch for CUDA come without."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def can_run(image: Tensor) -> bool:
+    """Return whether the kernels can run where the images are."""
+    return image.is_cuda and has_triton()
+
+
+def pack(choice: AugmentPlan, samples: int, device: torch.device) -> SamplePlan:
+    """Lay out a choice on the host for a batch of `samples`; one copy, without waiting for a GPU.
+
+    Everything has four bytes or is a multiple of them, so it is copied as int32.
+    """
+    R, M = len(choice.table), choice.num_warped
+    row_R, row_M = np.split(choice.row.numpy(), [R])
+    code_R, warp_N = np.zeros(R, np.int32), np.full(samples, -1, np.int32)
+    warp_N[row_M] = np.arange(M)
+    halves, entries = [split_rounds(choice.before), split_rounds(choice.after)], []
+    for groups in chain(*halves):
+        entries.append(np.full(samples, -1, np.int32))
+        for name, start, stop, _ in groups:
+            if name in WITH_KERNEL:
+                entries[-1][row_R[start:stop]] = np.arange(start, stop)
+                code_R[start:stop] = CODES.get(name, 0)
+    box_B6 = np.array(choice.boxes, np.int32).reshape(-1, 6)
+    # Stable, so the boxes of a sample stay in order.
+    box_B6 = box_B6[np.argsort(box_B6[:, 0], kind="stable")]
+    box_start = np.searchsorted(box_B6[:, 0], np.arange(samples + 1)).astype(np.int32)
+    numbers, tables = (
+        part.numpy().ravel().view(np.int32) for part in (choice.number, choice.table)
+    )
+    parts = [code_R, numbers, tables, warp_N, box_start, box_B6[:, 1:].ravel(), *entries]
+    words = torch.from_numpy(np.concatenate(parts))
+    # From memory that is not pinned, even a non_blocking copy may wait.
+    words = words.pin_memory() if device.type == "cuda" else words
+    words = words.to(device, non_blocking=True).split([len(part) for part in parts])
+    code, number, table, warp, box_start, box, *entries = words
+    number = number.view(torch.float32).split([R, 6 * M, 6 * M, M])
+    argument, pixel_matrix, matrix, cubic = number
+    left = iter(entries)
+    before, after = (tuple(make_round(next(left), groups) for groups in half) for half in halves)
+    table = table.view(torch.uint8)
+    return SamplePlan(
+        before, after, code, argument, table, warp, pixel_matrix, matrix, cubic, box_start, box
+    )
+
+
+def split_rounds(groups: tuple[Group, ...]) -> list[tuple[Group, ...]]:
+    """Return the groups of each round, in order."""
+    return [tuple(part) for _, part in groupby(groups, attrgetter("round"))]
+
+
+def make_round(entry: Tensor, groups: tuple[Group, ...]) -> Round:
+    """Make a round of its groups and of its entries on the device."""
+    others = tuple(group for group in groups if group.name not in WITH_KERNEL)
+    return Round(entry, any(group.name in BY_TABLE for group in groups), others)
+
+
+def augment_crops(
+    image_NHWC: Tensor, plan: SamplePlan, choice: AugmentPlan, fill: tuple[int, int, int]
+) -> Tensor:
+    """Do the operations and the warp: uint8 `[N, H, W, 3]`; the images given do not change.
+
+    `plan` is that of `choice`. `fill` is the color where a warp reaches beyond the crop.
+    """
+    image_NHWC = image_NHWC.contiguous()
+    if any(part.others for part in (*plan.before, *plan.after)):
+        choice = choice.to(image_NHWC.device)
+    for part in plan.before:
+        image_NHWC = apply_round(image_NHWC, part, plan, choice)
+    if choice.num_warped:
+        image_NHWC = warp_images(image_NHWC, plan, fill)
+    for part in plan.after:
+        image_NHWC = apply_round(image_NHWC, part, plan, choice)
+    return image_NHWC
+
+
+def apply_round(image_NHWC: Tensor, part: Round, plan: SamplePlan, choice: AugmentPlan) -> Tensor:
+    """Apply the operations of a round: new images, uint8 `[N, H, W, 3]`."""
+    N, H, W, _ = image_NHWC.shape
+    kernels, out_NHWC = load_kernels(), torch.empty_like(image_NHWC)
+    tables = image_NHWC.new_empty(N * 768 if part.by_table else 0)
+    given = part.entry, plan.code, plan.argument
+    if part.by_table:
+        block = kernels.COUNT_BLOCK
+        data = image_NHWC, *given, plan.table, tables, H * W
+        kernels.launch(kernels.table_kernel, (N, 3), *data, PIXELS=block)
+    grid = N, -(-H * W // kernels.BLOCK)
+    data = image_NHWC, out_NHWC, *given, tables, H, W
+    kernels.launch(kernels.photometric_kernel, grid, *data, PIXELS=kernels.BLOCK)
+    for group in part.others:
+        apply_group(out_NHWC, group, choice)
+    return out_NHWC
+
+
+def warp_images(image_NHWC: Tensor, plan: SamplePlan, fill: tuple[int, int, int]) -> Tensor:
+    """Warp the samples that are to be warped and copy the others: uint8 `[N, H, W, 3]`."""
+    N, H, W, _ = image_NHWC.shape
+    kernels, out_NHWC = load_kernels(), torch.empty_like(image_NHWC)
+    data = image_NHWC, out_NHWC, plan.warp, plan.pixel_matrix, plan.cubic, H, W, *fill, ALMOST
+    grid = N, -(-H * W // kernels.BLOCK)
+    kernels.launch(kernels.warp_kernel, grid, *data, PIXELS=kernels.BLOCK)
+    return out_NHWC
+
+
+def normalize_and_erase(
+    image_NHWC: Tensor,
+    plan: SamplePlan,
+    scale: Tensor,
+    shift: Tensor,
+    noise: Tensor,
+    mode: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Normalize, and erase the boxes: `dtype [N, 3, H, W]` in channels_last memory.
+
+    `scale` and `shift` are those of Normalize, `noise` the noise table, `mode` how boxes are
+    filled (Augment.erase_mode).
+    """
+    kernels, (N, H, W, _) = load_kernels(), image_NHWC.shape
+    out_NHWC = torch.empty_like(image_NHWC, dtype=dtype)
+    data = image_NHWC, out_NHWC, scale, shift, plan.box_start, plan.box, noise, H, W
+    grid = N, -(-3 * H * W // kernels.BLOCK)
+    modes = {"PER_PIXEL": mode == "pixel", "PER_CHANNEL": mode == "rand"}
+    kernels.launch(kernels.normalize_kernel, grid, *data, **modes, BYTES=kernels.BLOCK)
+    # NHWC memory, permuted to NCHW, is channels_last: nothing is copied.
+    return out_NHWC.permute(0, 3, 1, 2)
+
+
+def compose_views(view_N23: Tensor, plan: SamplePlan) -> Tensor:
+    """Return the Views after the warp; those of other samples stay bit for bit."""
+    if not len(plan.matrix):
+        return view_N23
+    kernels, N = load_kernels(), len(view_N23)
+    view_N23 = view_N23.contiguous()
+    out_N23 = torch.empty_like(view_N23)
+    data, block = (view_N23, out_N23, plan.warp, plan.matrix, N), kernels.VIEWS
+    kernels.launch(kernels.view_kernel, (-(-N // block),), *data, BLOCK_N=block)
+    return out_N23
+
+
+def load_kernels() -> ModuleType:
+    """Import the kernels; here, because importing Triton takes a second."""
+    from densefeed.pipelines.augment import fused_triton
+
+    return fused_triton

@@ -87,6 +87,7 @@ from densefeed.system.malloc import set_malloc, tune_malloc
 from densefeed.system.options import with_options
 from densefeed.system.progress import steps_bar
 from densefeed.training.build import autocast_dtype, build_model, flops_per_size
+from densefeed.training.captured_update import choose_update
 from densefeed.training.compile import get_networks
 from densefeed.training.config import Config
 from densefeed.training.monitor import TrainMonitor
@@ -100,7 +101,7 @@ from densefeed.training.speed import (
     training_flops,
 )
 from densefeed.training.step_inputs import StepInputs
-from densefeed.training.student import build_student, update
+from densefeed.training.student import build_student
 
 OURS, TIMM, LABELS, DRLOC, LOADER = "ours", "timm", "ours+labels", "ours+drloc", "+loader"
 AGENT, BOTH, IN_TURN = "agent", "both", "ours, then agent"
@@ -456,13 +457,13 @@ class OurStep:
         self.inputs = StepInputs(config, ranks, loader, objective, trainable, dtype)
         seen = torch.zeros(2, dtype=torch.float64)
         self.monitor = TrainMonitor(config, ranks, self.student, self.inputs, seen, skips=0)
-        self.numbers = count()
+        self.update, self.numbers = choose_update(config.run.compile, ranks), count()
 
     def __call__(self, batch: Batch) -> Tensor:
         """Train on a batch and return its loss."""
         number = next(self.numbers)
         losses = self.losses(batch, number)
-        loss, _ = update(self.student, self.inputs.ranks, number, losses)
+        loss, _ = self.update(self.student, self.inputs.ranks, number, losses)
         self.monitor.add(loss)
         return loss
 

@@ -21,6 +21,7 @@ from densefeed.system.devices import peak_memory, synchronize
 from densefeed.system.malloc import tune_malloc
 from densefeed.system.provenance import write_json
 from densefeed.training.build import flops_per_size
+from densefeed.training.captured_update import choose_update
 from densefeed.training.config import Config, check_recipe, check_unused
 from densefeed.training.dry_run import dry_run
 from densefeed.training.evaluation import evaluate_sync
@@ -62,6 +63,7 @@ def train_loop(run: Run, signal_name: Callable[[], str]) -> dict:
     options, epochs, per_epoch = config.run, config.optim.total_epochs, len(loader)
     inputs = StepInputs(config, ranks, loader, run.objective, student.trainable, run.dtype)
     monitor = TrainMonitor(config, ranks, student, inputs, run.seen, run.skips)
+    do_update = choose_update(options.compile, ranks, update)
     if ranks.is_first:
         write_run_header(run)
     flops = flops_per_size(config, run.objective, loader.num_classes)
@@ -82,14 +84,12 @@ def train_loop(run: Run, signal_name: Callable[[], str]) -> dict:
                 # Maps are checked on the CPU, which waits, so only in the first step.
                 if step == run.step:
                     inputs.check_sync(parts)
-                for group in student.optimizer.param_groups:
-                    group["lr"] = learning_rate(config.optim, step, per_epoch)
+                student.set_rate(learning_rate(config.optim, step, per_epoch))
                 losses = inputs.losses(student.network, parts, epoch, at)
-                loss, norm = update(student, ranks, step, losses)
+                loss, norm = do_update(student, ranks, step, losses)
                 monitor.add(loss)
                 step += 1
                 if step == run.step + 1 and options.compile != "never" and ranks.is_first:
-                    # CUDA steps are only queued so far.
                     synchronize(ranks.device)
                     seconds = clock.total()[0] - run.spent[0]
                     print(f"first step, compilation included: {seconds:.1f} s", flush=True)

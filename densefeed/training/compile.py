@@ -10,6 +10,7 @@ from torch._dynamo import config as dynamo
 
 from densefeed.objectives.base import objective_loss, step_loss
 from densefeed.system.devices import tag_compiled_code
+from densefeed.training.ranks import Ranks
 
 # Compilations of one function, at the least. Each input size compiles a block twice, with drop-path
 # and without, and beyond the limit, by default 8, PyTorch runs it in eager mode and says nothing.
@@ -40,31 +41,26 @@ def get_networks(trainable: nn.Module) -> tuple[nn.Module, ...]:
     return getattr(trainable, "networks", (trainable,))
 
 
+def can_capture(mode: str, ranks: Ranks) -> bool:
+    """Return whether updates are CUDA graphs, which they cannot be on a CPU."""
+    return mode == "graph" and ranks.device.type == "cuda"
+
+
 def compile_step(mode: str, trainable: nn.Module) -> Callable[..., Tensor]:
     """Return `step_loss`, compiled as `--compile` says.
 
     `blocks`: one compilation serves all blocks that are alike; their DropPath becomes a
-    SharedDropPath. `graph`: forward and backward pass are CUDA graphs that PyTorch captures and
-    replays; on a CPU the same as `whole`. The update is not compiled: it takes the learning rate
-    and the decay of the EMA from the host, in about ten launches of fused and foreach operations.
+    SharedDropPath. `graph` compiles as `whole` does; captured_update.py captures the result. The
+    optimizer is not compiled: its operations are fused and foreach ones, about ten launches.
     """
     if mode == "never":
         return step_loss
     tag_compiled_code()
     dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILATIONS)
-    if mode == "graph":
-        whole = torch.compile(step_loss, dynamic=False, mode="reduce-overhead")
-
-        def captured(*args: object) -> Tensor:
-            # The outputs of the graphs of the last step are not needed any more.
-            torch.compiler.cudagraph_mark_step_begin()
-            return whole(*args)
-
-        return captured
     networks = get_networks(trainable)
     has_blocks = all(isinstance(getattr(net, "blocks", None), nn.Module) for net in networks)
     # Networks without blocks, such as timm's ResNets, are compiled whole.
-    if mode == "whole" or not has_blocks:
+    if mode in ("whole", "graph") or not has_blocks:
         return torch.compile(step_loss, dynamic=False)
     device = next(trainable.parameters()).device
     for block in (block for network in networks for block in network.blocks):

@@ -107,7 +107,7 @@ class RunOptions(Options):
     # auto: bf16 autocast on CUDA, float32 on a CPU
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     # torch.compile: blocks: each block once, and the loss; whole: all as one graph; graph: the
-    # same, as CUDA graphs; auto: blocks on CUDA, else never
+    # same, and CUDA graphs of the whole update; auto: blocks on CUDA, else never
     compile: Literal["auto", "never", "blocks", "whole", "graph"] = "auto"
     # auto: continue from the newest checkpoint in OUT if there is one
     resume: Literal["auto", "never"] = "never"

@@ -30,18 +30,24 @@ class NonFiniteGuard:
 
     def __init__(self, device: torch.device, skip: bool) -> None:
         self.skip = skip
+        # Changed in place, because a CUDA graph reads and writes where they were when it was made.
         self.flag = torch.zeros((), device=device)
         # Bad steps so far.
         self.count = torch.zeros((), device=device)
-        # The first bad step. float64 holds every step, float32 only those up to 2^24.
-        self.first = torch.full((), math.inf, dtype=torch.float64, device=device)
+        # This step and the first bad one. float64 holds every step, float32 only those up to 2^24.
+        self.step = torch.zeros((), dtype=torch.float64, device=device)
+        self.first = torch.full_like(self.step, math.inf)
 
-    def update(self, norm: Tensor, step: int) -> Tensor:
-        """Return the flag of step `step`, whose gradient norm is `norm`, without waiting."""
+    def begin(self, step: int) -> None:
+        """Note the number of the step that is about to begin."""
+        self.step.fill_(step)
+
+    def update(self, norm: Tensor) -> Tensor:
+        """Return the flag of this step, whose gradient norm is `norm`, without waiting."""
         bad = (~norm.isfinite()).float()
-        self.first = torch.minimum(self.first, torch.where(bad > 0, float(step), math.inf))
+        torch.minimum(self.first, torch.where(bad > 0, self.step, math.inf), out=self.first)
         self.count += bad
-        self.flag = bad if self.skip else torch.maximum(self.flag, bad)
+        self.flag.copy_(bad if self.skip else torch.maximum(self.flag, bad))
         return self.flag
 
     def poll_sync(self) -> tuple[int, int | None]:

@@ -63,6 +63,12 @@ class Ranks:
             dist.broadcast_object_list(values, device=torch.device("cpu"))
         return values[0]
 
+    def broadcast(self, module: nn.Module) -> None:
+        """Give the weights and buffers of rank 0 to all ranks, as DDP does."""
+        if self.size > 1:
+            for tensor in module.state_dict().values():
+                dist.broadcast(tensor, 0)
+
     def average(self, modules: Iterable[nn.Module]) -> None:
         """Average floating-point buffers (BatchNorm's running statistics) over ranks, in place."""
         if self.size > 1:

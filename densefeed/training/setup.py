@@ -18,6 +18,7 @@ from densefeed.pipelines.open import Mode, open_dataset
 from densefeed.system.errors import UserError
 from densefeed.system.terminal import print
 from densefeed.training.build import autocast_dtype, build_model
+from densefeed.training.compile import can_capture
 from densefeed.training.config import Config, first_difference
 from densefeed.training.ranks import ALONE, Ranks
 from densefeed.training.run_checkpoints import Checkpoints
@@ -162,7 +163,13 @@ def build_trainable(
         objective.check_sizes(twin, num_classes)
     trainable = objective.wrap(model, num_classes, place)
     dtype = autocast_dtype(config, ranks.device)
-    return build_student(config.optim, model, trainable, ranks, dtype)
+    captured = can_capture(config.run.compile, ranks)
+    if captured and ranks.size > 1 and getattr(trainable, "shared", False):
+        raise UserError(
+            "--compile graph on several ranks does not average the gradients of shared weights; "
+            "give --compile whole"
+        )
+    return build_student(config.optim, model, trainable, ranks, dtype, captured)
 
 
 def recompute_activations(model: nn.Module, name: str) -> None:
@@ -284,13 +291,6 @@ def resolve(config: Config, ranks: Ranks, checkpoint: dict[str, Any] | None) -> 
         print(
             f"continuing with {small} images per forward pass, not {before}: same samples, crops "
             "and partners, other BatchNorm statistics"
-        )
-    if compile == "graph" and optim.batch // small != 1:
-        # Gradients lie in the graph's own memory, which the next pass overwrites. With several
-        # ranks, others read it too.
-        raise UserError(
-            "--compile graph takes one rank and whole batches; give --compile whole, or remove "
-            "--microbatch"
         )
     if compile == "auto":
         compile = "blocks" if ranks.device.type == "cuda" else "never"

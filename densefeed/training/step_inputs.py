@@ -1,7 +1,7 @@
 """StepInputs: batches and losses for each step, a pure function of epoch and step."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,21 @@ from densefeed.training.ranks import Ranks
 
 # Patch size in pixels for models without `patch_size`: the usual one of a vision transformer.
 PATCH = 16
+
+
+class PartLoss(NamedTuple):
+    """A function that computes the loss of a part of a batch, float32 `[]`."""
+
+    compute: Callable[[Batch, StepContext, float], Tensor]
+    data: tuple[Batch, StepContext, float]  # its arguments; the number is the part's weight
+    seed: int | None  # of torch's generator; None leaves the generator as it is
+
+    def __call__(self) -> Tensor:
+        # Drop-path and dropout are the only draws from torch's generator. Seeding it by step and
+        # part makes a resumed run equal.
+        if self.seed is not None:
+            torch.manual_seed(self.seed)
+        return self.compute(*self.data)
 
 
 class StepInputs:
@@ -69,9 +84,7 @@ class StepInputs:
             # would recompile every step.
             yield whole._replace(epoch=0, step=0).split(count)
 
-    def losses(
-        self, network: nn.Module, parts: list[Batch], epoch: int, at: int
-    ) -> list[Callable[[], Tensor]]:
+    def losses(self, network: nn.Module, parts: list[Batch], epoch: int, at: int) -> list[PartLoss]:
         """Return for each part of batch `at` of an epoch a function that computes its loss.
 
         Losses are weighted so that their mean is the loss of the batch.
@@ -82,16 +95,16 @@ class StepInputs:
         grid = max(1, size // self.patch)
         mix = self.mixing.draw(epoch, at, size, grid).to(device) if self.config.mix else None
 
-        def compute(number: int, part: Batch) -> Tensor:
-            # Drop-path and dropout are the only draws from torch's generator. Seeding it by step
-            # and part makes a resumed run equal.
-            torch.manual_seed(plan.step_seed(epoch, at, number))
+        def compute(part: Batch, context: StepContext, weight: float) -> Tensor:
+            return self.step_loss(self.objective, network, part, context, self.dtype) * weight
+
+        losses = []
+        for number, part in enumerate(parts):
             inputs = self.objective.inputs(plan, epoch, part)
             context = StepContext(self.loader.score_maps, grid, mix, inputs)
-            loss = self.step_loss(self.objective, network, part, context, self.dtype)
-            return loss * weights[number]
-
-        return [partial(compute, number, part) for number, part in enumerate(parts)]
+            seed = plan.step_seed(epoch, at, number)
+            losses.append(PartLoss(compute, (part, context, weights[number]), seed))
+        return losses
 
     def check_sync(self, parts: list[Batch]) -> None:
         """Raise UserError, which names the sample, for score maps that no step can use."""

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 from timm.optim import create_optimizer_v2
-from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 from densefeed.system.errors import UserError
 from densefeed.training.config import OptimOptions
+from densefeed.training.ema import WeightAverage
 from densefeed.training.guards import NonFiniteGuard
 from densefeed.training.ranks import Ranks
 
@@ -23,7 +23,7 @@ class Student(NamedTuple):
     model: nn.Module  # the model that is evaluated, averaged (EMA) and exported
     trainable: nn.Module  # what is optimized: the model, or a module that holds it and more
     network: nn.Module  # `trainable`, under several ranks wrapped in DDP
-    ema: ModelEmaV3 | None
+    ema: WeightAverage | None
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler  # enabled for float16 only
     guard: NonFiniteGuard
@@ -55,6 +55,17 @@ class Student(NamedTuple):
             "optimizer": self.optimizer,
             "scaler": self.scaler,
         } | self.extras
+
+    def set_rate(self, rate: float) -> None:
+        """Set the learning rate of the next update."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def average(self, step: int) -> None:
+        """Let the EMA follow the weights of step `step`, from 0."""
+        if self.ema:
+            # timm counts from 1: the first update copies the weights.
+            self.ema.update(self.model, step + 1)
 
     def state(self) -> dict:
         """Return what `restore` needs."""
@@ -115,22 +126,23 @@ def build_student(
     trainable: nn.Module,
     ranks: Ranks,
     dtype: torch.dtype | None,
+    captured: bool = False,
 ) -> Student:
     """Give `trainable`, which holds `model`, an optimizer, an EMA and guards.
 
     `dtype` is that of autocast. All modules must be on the device, BatchNorm synchronized if it is
     to be. AdamW does not decay biases, norms and tables (timm's grouping). Its fused form takes
     `found_inf`, which the guard relies on. What is trained beside the model has no EMA: the EMA is
-    for evaluation, which needs the model alone.
+    for evaluation, which needs the model alone. A `captured` update averages gradients over ranks
+    itself, without DDP.
     """
-    # Without a warm-up, a decay of 0.99992 leaves the initial weights a share of 1/e after 12,500
-    # steps: ten epochs of ImageNet with a batch of 1,024.
-    ema = ModelEmaV3(model, decay=optim.ema, use_warmup=True, foreach=True) if optim.ema else None
+    if captured:
+        ranks.broadcast(trainable)
     return Student(
         model=model,
         trainable=trainable,
-        network=ranks.parallel(trainable),
-        ema=ema,
+        network=trainable if captured else ranks.parallel(trainable),
+        ema=WeightAverage(model, optim.ema) if optim.ema else None,
         optimizer=create_optimizer_v2(
             trainable, "adamw", lr=optim.peak_lr, weight_decay=optim.weight_decay, fused=True
         ),
@@ -148,23 +160,29 @@ def update(
     Each of `losses` computes the loss of a part of this rank's batch. Returns their mean and the
     norm of the gradient before clipping, float32 `[]` each. Nothing waits for the device.
     """
-    trainable, guard = student.trainable, student.guard
-    # BatchNorm's running statistics change in the forward pass, before it is known whether the
-    # gradients are finite.
-    running = [b for b in trainable.buffers() if b.is_floating_point()] if guard.skip else []
-    before = [b.clone() for b in running]
+    student.guard.begin(step)
+    results = descend(student, ranks, losses)
+    student.average(step)
+    return results
+
+
+def descend(
+    student: Student, ranks: Ranks, losses: Sequence[Callable[[], Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """Do the part of `update` that a CUDA graph can hold: all but the EMA."""
+    before = copy_statistics(student)
     mean = backward(student, ranks, losses)
-    if hasattr(trainable, "combine_gradients"):
-        # Before clipping and the guard, which judge the gradient that the optimizer applies.
-        trainable.combine_gradients(ranks.average_gradients)
-    norm = apply_gradients(student, ranks, step, mean)
-    # Before the EMA, which averages buffers too.
-    for buffer, old in zip(running, before, strict=True):
-        buffer.copy_(torch.where(guard.flag > 0, old, buffer))
-    if student.ema:
-        # timm counts from 1: the first update copies the weights.
-        student.ema.update(student.model, step + 1)
-    return mean, norm
+    return mean, apply_gradients(student, ranks, mean, before)
+
+
+def copy_statistics(student: Student) -> list[tuple[Tensor, Tensor]]:
+    """Return what a skipped step must restore, with copies: BatchNorm's running statistics.
+
+    They change in the forward pass, before it is known whether the gradients are finite.
+    """
+    if not student.guard.skip:
+        return []
+    return [(b, b.clone()) for b in student.trainable.buffers() if b.is_floating_point()]
 
 
 def backward(student: Student, ranks: Ranks, losses: Sequence[Callable[[], Tensor]]) -> Tensor:
@@ -180,14 +198,22 @@ def backward(student: Student, ranks: Ranks, losses: Sequence[Callable[[], Tenso
     return mean
 
 
-def apply_gradients(student: Student, ranks: Ranks, step: int, mean: Tensor) -> Tensor:
-    """Clip the gradients, update the weights unless the guard objects; return the norm before."""
+def apply_gradients(
+    student: Student, ranks: Ranks, mean: Tensor, before: list[tuple[Tensor, Tensor]]
+) -> Tensor:
+    """Clip the gradients, update the weights unless the guard objects; return the norm before.
+
+    `mean` is the loss, `before` what `copy_statistics` returned before the forward pass.
+    """
     trainable, scaler, optimizer = student.trainable, student.scaler, student.optimizer
+    if hasattr(trainable, "combine_gradients"):
+        # Before clipping and the guard, which judge the gradient that the optimizer applies.
+        trainable.combine_gradients(ranks.average_gradients)
     gradients = [p.grad for p in trainable.parameters() if p.grad is not None]
     if scaler.is_enabled():
         # Overflows of scaled gradients are part of the method: the scaler skips them by itself. The
         # guard judges the loss, and puts a NaN into a gradient where the step must be skipped.
-        flag = student.guard.update(ranks.sum(mean.clone()), step)
+        flag = student.guard.update(ranks.sum(mean.clone()))
         gradients[0].add_(torch.where(flag > 0, torch.nan, 0.0))
     # The maximum norm is that of unscaled gradients. Without float16 this does nothing.
     scaler.unscale_(optimizer)
@@ -201,7 +227,10 @@ def apply_gradients(student: Student, ranks: Ranks, step: int, mean: Tensor) -> 
         scaler.update()
     else:
         # The attribute that GradScaler sets too: at 1 a fused optimizer skips the update.
-        optimizer.found_inf = student.guard.update(norm, step)
+        optimizer.found_inf = student.guard.update(norm)
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    # Before the EMA, which averages buffers too.
+    for buffer, old in before:
+        buffer.copy_(torch.where(student.guard.flag > 0, old, buffer))
     return norm

@@ -20,6 +20,7 @@ from torch import nn
 import densefeed.train as training
 from densefeed.pipelines.batch import Batch
 from densefeed.training.config import Config
+from tests.training.tape import PATCHES
 
 RANK, SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
@@ -64,10 +65,10 @@ def stopped_after(steps: int):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for module, name, function in spied(Path(sys.argv[1])):
+    config = Config.from_dict(json.loads(Path(sys.argv[2]).read_text()))
+    patches = PATCHES if config.run.compile == "graph" else ()
+    for module, name, function in (*spied(Path(sys.argv[1])), *patches):
         setattr(module, name, function)
     if len(sys.argv) > 3:
         training.signal_handler = stopped_after(int(sys.argv[3]))
-    training.errors.run(
-        lambda: training.train(Config.from_dict(json.loads(Path(sys.argv[2]).read_text())))
-    )
+    training.errors.run(lambda: training.train(config))

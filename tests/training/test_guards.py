@@ -23,10 +23,16 @@ from densefeed.training.guards import (
 CPU = torch.device("cpu")
 
 
+def judge(guard: NonFiniteGuard, norm: float, step: int) -> torch.Tensor:
+    """Return the flag of a step with this norm; the next step overwrites it."""
+    guard.begin(step)
+    return guard.update(torch.tensor(norm))
+
+
 def test_flag_stays_set_without_skip(no_host_read):
     guard, norms = NonFiniteGuard(CPU, skip=False), [1.0, math.inf, 1.0, math.nan]
     with no_host_read():
-        flags = [guard.update(torch.tensor(norm), step) for step, norm in enumerate(norms, start=7)]
+        flags = [judge(guard, norm, step).clone() for step, norm in enumerate(norms, start=7)]
     assert [flag.item() for flag in flags] == [0, 1, 1, 1]
     assert guard.poll_sync() == (2, 8)
     assert guard.poll_sync() == (2, 8)
@@ -35,14 +41,12 @@ def test_flag_stays_set_without_skip(no_host_read):
 def test_poll_resets_counts_with_skip(no_host_read):
     guard = NonFiniteGuard(CPU, skip=True)
     with no_host_read():
-        flags = [
-            guard.update(torch.tensor(norm), step)
-            for step, norm in enumerate([math.nan, 1.0, -math.inf])
-        ]
+        norms = enumerate([math.nan, 1.0, -math.inf])
+        flags = [judge(guard, norm, step).clone() for step, norm in norms]
     assert [flag.item() for flag in flags] == [1, 0, 1]
     assert guard.poll_sync() == (2, 0)
     assert guard.poll_sync() == (0, None)
-    guard.update(torch.tensor(math.nan), 5)
+    judge(guard, math.nan, 5)
     assert guard.poll_sync() == (1, 5)
 
 

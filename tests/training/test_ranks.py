@@ -12,9 +12,11 @@ import torch
 import densefeed.train as training
 from densefeed.models import checkpoints
 from densefeed.system.errors import UserError
+from densefeed.training import setup
 from densefeed.training.ranks import Ranks, StopVote, init_distributed
 from densefeed.training.setup import resolve
 
+from ..runs import model_for, objective_for
 from . import spied_run
 
 HERE = Path(__file__).parent
@@ -155,6 +157,28 @@ def test_two_ranks_match_one(micro, tmp_path, alone, run, case):
         5 * top1 == pytest.approx(round(5 * top1))
         for _, top1 in read_metrics(tmp_path / "2", "val", "top1")
     )
+
+
+def test_two_ranks_with_captured_updates_match_one_without(micro, tmp_path, alone, run):
+    """Graphs are tapes here (tape.py); gradients are averaged between two of them, without DDP."""
+    fields = dict(
+        batch=8, epochs=6, model="lvvit_groupnorm", drop_path=0.0, outside="uniform", clip_grad=1.0
+    )
+    alone(tmp_path / "rows-1", micro(tmp_path / "1", **fields))
+    run(tmp_path / "rows-2", micro(tmp_path / "2", threads=1, compile="graph", **fields))
+    # Twelve updates, of which each of two kinds is captured from its fourth on.
+    assert_alike(tmp_path / "1", tmp_path / "2", rel=1e-4)
+
+
+def test_shared_weights_refuse_captured_updates_on_several_ranks(micro, tmp_path, monkeypatch):
+    monkeypatch.setattr(setup, "can_capture", lambda mode, _: mode == "graph")
+    run = micro(
+        tmp_path, compile="graph", model="bootstrapping_vit_micro", objective="ce",
+        mixtoken=False, bootstrap="shared", agent="base",
+    )  # fmt: skip
+    objective = objective_for(run)
+    with pytest.raises(UserError, match="--compile graph on several ranks"):
+        setup.build_trainable(run, objective, model_for(run), 2, Ranks(0, 2, torch.device("cpu")))
 
 
 def test_resume_on_other_number_of_ranks(micro, tmp_path, alone, run):

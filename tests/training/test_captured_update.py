@@ -1,0 +1,57 @@
+"""Updates as graphs equal updates without: on a CPU, whose graphs are tapes (tape.py)."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import densefeed.train as training
+from densefeed.models import checkpoints
+
+from ..runs import records
+from ..test_train import AUGMENTED
+from .tape import PATCHES, Tape
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def tapes(monkeypatch):
+    """Let `--compile graph` replay tapes; return the number of replays so far."""
+    for patch in PATCHES:
+        monkeypatch.setattr(*patch)
+    monkeypatch.setattr(Tape, "replayed", 0)
+    return lambda: Tape.replayed
+
+
+def losses(out: Path) -> torch.Tensor:
+    return torch.tensor([(one["loss"], one["grad_norm"], one["lr"]) for one in records(out)])
+
+
+CASES = {
+    # Three kinds of steps, each with a graph: the last batch of an epoch is padded, and the last
+    # epochs have larger images.
+    "token labels": dict(
+        mixtoken=True, epochs=9, sizes=((0, 32), (5, 48)), clip_grad=1.0, **AUGMENTED
+    ),
+    # Of a skipped step nothing stays.
+    "skip": dict(mixtoken=True, epochs=3, on_nonfinite="skip", ema=0.0),
+    "parts": dict(microbatch=2, epochs=3, drop_path=0.0),
+    "drloc": dict(objective="ce", mixtoken=False, epochs=3, drloc="l1", drloc_grid=2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_captured_updates_equal_plain_ones(micro, tmp_path, tapes, name):
+    """Inputs, seeds, rates and step numbers are new in every replay."""
+    training.train(micro(tmp_path / "plain", **CASES[name]))
+    assert not tapes()
+    training.train(micro(tmp_path / "graph", compile="graph", **CASES[name]))
+    plain, graph = losses(tmp_path / "plain"), losses(tmp_path / "graph")
+    assert tapes() >= len(plain) // 3
+    # The rate of a graph is a float32.
+    torch.testing.assert_close(graph, plain, rtol=1e-5, atol=0)
+    one, other = (checkpoints.load(tmp_path / run / "last.pt") for run in ("plain", "graph"))
+    for part in ("model", "ema"):
+        if one[part] is not None:
+            torch.testing.assert_close(other[part], one[part], rtol=1e-4, atol=1e-6)

@@ -147,19 +147,34 @@ def run_update(
     def gather() -> tuple[Tensor, Tensor, list]:
         before = copy_statistics(student)
         mean = backward(student, alone, losses)
-        return mean, torch.cat([p.grad.flatten() for p in trained] + [mean[None]]), before
+        flat = torch.empty(sum(p.numel() for p in trained) + 1, device=ranks.device)
+        torch._foreach_copy_(views_of(flat, trained), [p.grad for p in trained])
+        flat[-1] = mean
+        return mean, flat, before
 
     def spread() -> Tensor:
         flat.div_(ranks.size)
-        *means, mean_of_all = flat.split([p.numel() for p in trained] + [1])
-        for parameter, part in zip(trained, means, strict=True):
-            parameter.grad = part.view_as(parameter)
-        return apply_gradients(student, alone, mean_of_all[0], before)
+        for parameter, part in zip(trained, views_of(flat, trained), strict=True):
+            parameter.grad = part
+        return apply_gradients(student, alone, flat[-1], before)
 
     trained = [p for p in student.trainable.parameters() if p.requires_grad]
     mean, flat, before = run(gather)
     (exchange or ranks.sum)(flat)
     return mean, run(spread)
+
+
+def views_of(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """Return parts of `flat` in the shapes and strides of the tensors `like`.
+
+    Strides count: the fused optimizer walks weight and gradient as they lie in memory, and weights
+    of convolutions are channels_last.
+    """
+    parts = flat[: sum(tensor.numel() for tensor in like)].split([t.numel() for t in like])
+    return [
+        part.as_strided(tensor.shape, tensor.stride(), part.storage_offset())
+        for part, tensor in zip(parts, like, strict=True)
+    ]
 
 
 def describe(leaf: object) -> object:

@@ -109,6 +109,8 @@ def begin_pass(
     device, shape = teacher.mean.device, teacher.shape
     scorer = Scorer(teacher, device, choose_precision(precision, device), compiled)
     side, num_classes = score_blank(scorer, name, shape)
+    # The caller's teacher lists the pictures, and the scorer's copy of it has counted the cells.
+    teacher.cells = scorer.teacher.cells
     if batch != "auto":
         Bounds(1).check("batch", batch)
     if top_k > num_classes:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from densefeed.relabel.frozen_weights import freeze_weights
 from densefeed.storage.row_codecs import ScoreMaps
 from densefeed.system.devices import tag_compiled_code
 from densefeed.system.errors import UserError
@@ -112,6 +113,9 @@ class Scored:
 class Scorer:
     """A teacher that is ready to score batches.
 
+    Weights that the teacher would standardize in each batch are standardized once, in a copy of it
+    (`freeze_weights`).
+
     Args:
         teacher: as Teacher: uint8 `[N, L, size, size, 3]` in, logits float32 `[N, S, S, K]` out.
         precision: of the teacher's products; sums and results have at least float16.
@@ -125,11 +129,11 @@ class Scorer:
         precision: str = "fp32",
         compiled: bool = False,
     ) -> None:
-        self.teacher, self.device = teacher, device
+        self.teacher, self.device = freeze_weights(teacher, DTYPES[precision]), device
         self.precision, self.compiled = precision, compiled
         # Tensor cores read the channels together. On a CPU the library chooses its own layout.
         if device.type == "cuda":
-            teacher.to(memory_format=torch.channels_last)
+            self.teacher.to(memory_format=torch.channels_last)
         if compiled:
             tag_compiled_code()
         # Every batch has the same size (see `begin`), so one graph of fixed shapes is enough.

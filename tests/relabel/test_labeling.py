@@ -21,7 +21,7 @@ from densefeed.relabel.estimates import estimate_pass
 from densefeed.relabel.labeling import DoneRows, begin_pass, score_batches, unfinished_batches
 from densefeed.relabel.rendering import PillowRender
 from densefeed.relabel.scoring import top_maps_sync
-from densefeed.relabel.teacher import Teacher
+from densefeed.relabel.teacher import Teacher, weights_hash
 from densefeed.storage.images import Images, decode
 from densefeed.storage.maintenance import convert
 from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter
@@ -381,6 +381,17 @@ def test_a_batch_is_no_larger_than_the_set(folder):
 def test_an_input_size_that_no_store_takes_is_refused(folder):
     with pytest.raises(UserError, match=r"--input-size is 5,000, and must be from 1 to 4,096"):
         begin_pass(Images(folder, split="train"), teacher(size=5000), "t", **options())
+
+
+def test_a_pass_keeps_the_hash_of_weights_that_it_standardizes_once(folder):
+    """And the teacher that lists the pictures knows its cells without a forward pass of its own."""
+    model = timm.create_model("test_nfnet", num_classes=2)
+    standardizing = Teacher(model, 128, "tile", CONFIG, tiles=2)
+    name = f"t {weights_hash(model)}"
+    work = begin_pass(Images(folder, split="train"), standardizing, "t", **options())
+    assert work.scorer.teacher is not standardizing
+    assert work.header.teacher == name == f"t {weights_hash(model)}"
+    assert standardizing.cells == 4
 
 
 def test_a_wait_lasts_until_all_futures_are_done(monkeypatch):

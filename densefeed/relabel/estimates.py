@@ -78,6 +78,9 @@ def estimate_pass(work: Pass) -> Estimate:
 
     # Warm up: libraries choose their kernels, a compiler compiles.
     score_batches(work, batches[:1], measure, lambda _: None)
+    if work.scorer.device.type == "cuda":
+        # cuDNN has taken as much memory as was free to time its algorithms, and returned it.
+        torch.cuda.reset_peak_memory_stats(work.scorer.device)
     speed = score_batches(work, batches, measure, lambda _: None)
     return Estimate(
         count,

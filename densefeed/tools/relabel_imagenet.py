@@ -37,7 +37,7 @@ from densefeed.relabel.audit import measure_accuracy
 from densefeed.relabel.estimates import estimate_pass
 from densefeed.relabel.labeling import begin_pass, finish_pass
 from densefeed.relabel.rendering import NativeRender
-from densefeed.relabel.scoring import Precision
+from densefeed.relabel.scoring import Compile, Precision, choose_compile
 from densefeed.storage.geometry import Geometry
 from densefeed.storage.images import Images, MaxPixels, limit_pixels
 from densefeed.storage.maintenance import summary
@@ -86,7 +86,7 @@ class Labeling(Options):
     threads: Count = THREADS  # decoding threads of each rank
     device: str = "auto"  # auto: cuda if there is one, else cpu
     precision: Precision = "auto"  # auto: bf16 on GPUs that have it, else fp32
-    compile: bool = False  # compile the teacher with torch.compile
+    compile: Compile = "auto"  # torch.compile of the teacher; auto: on a GPU whole, on a CPU never
     # JPEG decoder; native uses pillow for files that it does not read
     decoder: Literal["native", "pillow"] = "native"
     shard: str = ""  # 0/8: label only the first eighth of the images, as an independent job
@@ -136,7 +136,7 @@ def main(labeling: Labeling) -> None:
         absent=labeling.absent,
         form=labeling.form,
         precision=labeling.precision,
-        compiled=labeling.compile,
+        compiled=choose_compile(labeling.compile, device),
         render=NativeRender(images, teacher) if labeling.decoder == "native" else None,
     )
     if labeling.dry_run:

@@ -465,6 +465,33 @@ def test_the_command_dry_runs(folder, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["teacher.safetensors"]
 
 
+@pytest.mark.parametrize(("mode", "want"), [("auto", False), ("never", False), ("whole", True)])
+def test_the_command_compiles_as_its_option_says(folder, tmp_path, monkeypatch, mode, want):
+    """On a CPU; what `auto` means on a GPU is tested beside `choose_compile`."""
+    torch.manual_seed(0)
+    state = timm.create_model("test_resnet", num_classes=2).state_dict()
+    save_file(state, tmp_path / "teacher.safetensors")
+    passed = []
+
+    def begin(*_, compiled, **__):
+        passed.append(compiled)
+        raise UserError("this test ends here")
+
+    monkeypatch.setattr(relabel_imagenet, "begin_pass", begin)
+    settings = relabel_imagenet.Labeling(
+        data=folder,
+        out=tmp_path / "maps.h5",
+        teacher=(str(tmp_path / "teacher.safetensors"),),
+        model=("test_resnet",),
+        input_size=(64,),
+        device="cpu",
+        compile=mode,
+    )
+    with pytest.raises(UserError, match="this test ends here"):
+        relabel_imagenet.main(settings)
+    assert passed == [want]
+
+
 def test_the_progress_of_all_ranks_survives_a_rename_while_it_opens_a_file(tmp_path, monkeypatch):
     """Another rank finishes its shard between the look for the `.part` and its opening."""
     out = tmp_path / "maps.h5"

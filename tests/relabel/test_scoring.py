@@ -9,21 +9,27 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
-from densefeed.relabel.scoring import Scorer, choose_precision, find_batch_size, keep, top_maps_sync
+from densefeed.relabel import scoring
+from densefeed.relabel.scoring import (
+    Scorer,
+    choose_compile,
+    choose_precision,
+    find_batch_size,
+    keep,
+    timed_convolutions,
+    top_maps_sync,
+)
 from densefeed.relabel.teacher import Teacher
 from densefeed.system.errors import UserError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def scorer(**options):
+def scorer(device=CPU, name="test_resnet", **options):
     torch.manual_seed(0)
     config = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4), "interpolation": "bilinear"}
-    return Scorer(
-        Teacher(timm.create_model("test_resnet", num_classes=7), 64, "squash", config),
-        CPU,
-        **options,
-    )
+    model = timm.create_model(name, num_classes=7)
+    return Scorer(Teacher(model, 64, "squash", config), device, **options)
 
 
 def random_pictures(count=3):
@@ -97,6 +103,58 @@ def test_auto_precision_is_bf16_if_the_device_computes_it(monkeypatch, capabilit
     assert choose_precision("fp16", CUDA) == "fp16"
     with pytest.raises(UserError, match=r"--precision fp16 needs a GPU"):
         choose_precision("fp16", CPU)
+
+
+@pytest.mark.parametrize(
+    ("mode", "device", "want"),
+    [
+        ("auto", CUDA, True),
+        ("auto", CPU, False),
+        ("whole", CUDA, True),
+        ("whole", CPU, True),
+        ("never", CUDA, False),
+        ("never", CPU, False),
+    ],
+)
+def test_auto_compiles_on_a_gpu(mode, device, want):
+    assert choose_compile(mode, device) is want
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_convolutions_are_timed_on_a_gpu_only_and_the_setting_is_restored(monkeypatch, before):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", before)
+    with timed_convolutions(CPU):
+        assert torch.backends.cudnn.benchmark is before
+
+    @timed_convolutions(CUDA)
+    def fail():
+        assert torch.backends.cudnn.benchmark
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert torch.backends.cudnn.benchmark is before
+
+
+def test_scored_batches_are_timed_and_those_of_the_search_for_a_batch_are_not(monkeypatch):
+    """The search measures memory, of which the timing takes as much as is free."""
+    monkeypatch.setattr(scoring, "timed_convolutions", lambda device: timed_convolutions(CUDA))
+    ours, timed = scorer(), []
+    ours.teacher.register_forward_pre_hook(lambda *_: timed.append(torch.backends.cudnn.benchmark))
+    ours.try_out_sync(random_pictures(), 2)
+    ours.begin(random_pictures(), 3, 2)
+    assert timed == [False, True]
+
+
+def test_on_a_gpu_weights_are_channels_last_and_batches_of_one_size():
+    """A scorer is built without a driver if the teacher stays on the CPU."""
+    ours = scorer(device=CUDA, name="test_nfnet")
+    weights = [p for p in ours.teacher.parameters() if p.ndim == 4 and min(p.shape[1:3]) > 1]
+    # Those of convolutions that were frozen too.
+    assert len(weights) > 10
+    assert all(w.is_contiguous(memory_format=torch.channels_last) for w in weights)
+    assert ours.fixed_size
+    assert not scorer().fixed_size
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ from PIL import Image
 from densefeed import native
 from densefeed.pipelines.loader import CPU, Decoding, Encoded, MapRows, Source, ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
+from densefeed.storage import indexed_jpeg
 from densefeed.system.errors import UserError
 from densefeed.system.terminal import print
 
@@ -67,6 +68,8 @@ _forked = False
 PAUSE = 0.0005
 # Importing PyTorch and DALI from a network disk takes most of it.
 PROBE_SECONDS = 120
+# The last line that a probe prints if regions were decoded.
+PROBE_RESULT = "regions decoded"
 # After this many runs in a row that break in DALI, though our decoder finds no damage in them, DALI
 # itself is at fault.
 FAILURES = 3
@@ -152,8 +155,9 @@ def build(run: int, threads: int, device: int | None, regions: bool, resize: boo
                 size=pair("size", types.FLOAT),
                 roi_start=pair("start", types.FLOAT),
                 roi_end=pair("end", types.FLOAT),
-                # The filter of Pillow's BILINEAR, antialiased.
-                interp_type=types.INTERP_TRIANGULAR,
+                # The filter of Pillow's BILINEAR. DALI deprecates its other name, triangular.
+                interp_type=types.INTERP_LINEAR,
+                antialias=True,
             )
         pipeline.set_outputs(image)
     pipeline.build()
@@ -210,28 +214,45 @@ def try_regions(device: int) -> None:
 
     Raises an exception if they differ by more than 4 gray levels; it may also kill the process.
     """
-    rng = np.random.default_rng(0)
-    jpegs, boxes = [], []
-    for number in range(32):
-        extent, out = rng.integers(40, 400, 2), io.BytesIO()
-        coarse = Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8))
-        coarse.resize(extent[::-1].tolist()).save(out, "JPEG", subsampling=(0, 2)[number % 2])
-        jpegs.append(np.frombuffer(out.getvalue(), np.uint8))
-        side = rng.integers(8, extent)
-        boxes.append((*rng.integers(extent - side), *side))
-    shown = []
+    jpegs, boxes = make_probe_jpegs(64)
+    flips, shown = np.arange(len(jpegs)) % 3 == 0, []
     for where in (None, device):
         pipeline = build(len(jpegs), 2, where, regions=True, resize=True)
-        feed(pipeline, jpegs, np.array(boxes, float), np.arange(len(jpegs)) % 3 == 0, 96)
-        (out,) = pipeline.outputs()
-        shown.append(torch.from_dlpack(out.as_tensor()).float().cpu())
-    difference = (shown[0] - shown[1]).abs().mean((1, 2, 3)).max().item()
+        # As many runs in flight as a loader has.
+        for _ in range(INSIDE):
+            feed(pipeline, jpegs, boxes, flips, 96)
+        runs = [pipeline.outputs()[0].as_tensor() for _ in range(INSIDE)]
+        shown.append(torch.stack([torch.from_dlpack(run).float().cpu() for run in runs]))
+    difference = (shown[0] - shown[1]).abs().mean((2, 3, 4)).max().item()
     if difference > 4:
         raise RuntimeError(f"its pixels differ from the CPU's by {difference:.1f} gray levels")
 
 
+def make_probe_jpegs(count: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """Make JPEGs of the kinds that a loader feeds, and a box in each, `[count, 4]` float64.
+
+    They are 4:4:4, 4:2:0, gray, and 4:2:0 with the restart markers of a segment index.
+    """
+    rng, jpegs, boxes = np.random.default_rng(0), [], []
+    for number in range(count):
+        extent, out = rng.integers(40, 600, 2), io.BytesIO()
+        coarse = Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8))
+        image, kind = coarse.resize(extent[::-1].tolist()), number % 4
+        image = image.convert("L") if kind == 2 else image
+        image.save(out, "JPEG", subsampling=0 if kind in (0, 2) else 2)
+        jpeg = indexed_jpeg.transcode(out.getvalue()) if kind == 3 else out.getvalue()
+        jpegs.append(np.frombuffer(jpeg, np.uint8))
+        side = rng.integers(8, extent)
+        boxes.append((*rng.integers(extent - side), *side))
+    return jpegs, np.array(boxes, float)
+
+
 def explain_failure(command: list[str], seconds: float) -> str:
-    """Run a command in a child process; return why it failed, or an empty string."""
+    """Run a command in a child process; return why it failed, or an empty string.
+
+    It succeeds if it ends with exit code 0 within `seconds` and PROBE_RESULT is the last line of
+    its standard output: a child that ran something else has proven nothing.
+    """
     # The child imports our modules from where this process found them, installed or not.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
@@ -248,8 +269,10 @@ def explain_failure(command: list[str], seconds: float) -> str:
         return f"did not finish within {seconds:g} s"
     if done.returncode < 0:
         return f"was killed by signal {-done.returncode}"
-    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-    return f"failed ({lines[-1].strip()})" if done.returncode else ""
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        return f"failed ({lines[-1].strip()})"
+    return "" if done.stdout.strip().endswith(PROBE_RESULT) else "ended without a result"
 
 
 @functools.cache
@@ -260,8 +283,13 @@ def probe_regions(device: int) -> str:
     process with SIGSEGV on H100 and B200, and to refuse regions on A100 (NVIDIA/nvImageCodec,
     issue 55).
     """
-    code = f"from {__name__} import try_regions; try_regions({device})"
-    return explain_failure([sys.executable, "-c", code], PROBE_SECONDS)
+    return explain_failure(probe_command(device), PROBE_SECONDS)
+
+
+def probe_command(device: int) -> list[str]:
+    """Return the command of the child process that decodes regions on this GPU."""
+    code = f"from {__name__} import try_regions; try_regions({device}); print({PROBE_RESULT!r})"
+    return [sys.executable, "-c", code]
 
 
 # ----------------------------------------------------------- the thread that owns the pipeline

@@ -562,7 +562,10 @@ def test_a_forked_child_exits_normally(photos, command):
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
-        ("pass", ""),
+        (f"print('a warning'); print({dali.PROBE_RESULT!r})", ""),
+        ("pass", "ended without a result"),
+        (f"print({dali.PROBE_RESULT!r} + ' not'); print('\\0' * 99)", "ended without a result"),
+        (f"print({dali.PROBE_RESULT!r}); import sys; sys.exit(3)", "failed (exit code 3)"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "was killed by signal 11"),
         ("raise RuntimeError('status 8')", "failed (RuntimeError: status 8)"),
         ("import sys; sys.exit(3)", "failed (exit code 3)"),
@@ -576,12 +579,127 @@ def test_a_probe_can_succeed_fail_die_or_hang(code, reason):
     assert time.monotonic() - began < 30
 
 
+class EngineRecorder:
+    """Stands for the engine, whose thread would need a GPU: keeps how JPEGs would be decoded."""
+
+    def __init__(self, pool, threads, rows, device, regions, samples):
+        self.regions = regions
+
+    def stop(self):
+        pass
+
+
+@needs_dali
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (f"print({dali.PROBE_RESULT!r})", ""),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "was killed by signal 11"),
+        ("import time; time.sleep(60)", "did not finish within 2 s"),
+        ("print('Ma\\xdfstab')", "ended without a result"),
+    ],
+)
+def test_where_the_probe_fails_whole_jpegs_are_decoded_and_one_line_says_why(
+    photos, monkeypatch, capfd, code, reason
+):
+    monkeypatch.setattr(dali, "probe_command", lambda device: [sys.executable, "-c", code])
+    monkeypatch.setattr(dali, "PROBE_SECONDS", 2 if "sleep" in code else 60)
+    monkeypatch.setattr(dali, "_Engine", EngineRecorder)
+    dali.probe_regions.cache_clear()
+    try:
+        # The second loader, as of a validation set, asks no child again.
+        for _ in range(2):
+            reader = opened(FfcvSource(photos / "x.beton"), device=torch.device("cuda", 0))
+            assert reader._engine.regions == (not reason)
+            reader.close()
+            monkeypatch.setattr(dali, "probe_command", None)
+    finally:
+        dali.probe_regions.cache_clear()
+    lines = capfd.readouterr().out.splitlines()
+    assert len(set(lines)) == 1
+    what = f"whole JPEGs, as its region decoder {reason}" if reason else "regions"
+    assert lines[0] == f"DALI on cuda:0 decodes {what}"
+
+
+# ------------------------------------------------------------- the graph that a GPU runs
+
+
+@needs_dali
+@pytest.mark.parametrize("regions", [True, False])
+def test_a_gpus_graph_passes_what_dalis_documentation_asks_for(monkeypatch, regions):
+    """Defined without a driver. docs/reference/dali.md has the reasons."""
+    from nvidia.dali import Pipeline, fn, types
+
+    calls = {}
+
+    def record(module, name):
+        function = getattr(module, name)
+
+        def call(*inputs, **options):
+            out = function(*inputs, **options)
+            calls[name] = [node.device for node in inputs], options, out.device
+            return out
+
+        monkeypatch.setattr(module, name, call)
+
+    for name in ("slice", "resize"):
+        record(fn, name)
+    for name in ("image", "image_slice"):
+        record(fn.decoders, name)
+    monkeypatch.setattr(Pipeline, "build", lambda self: None)
+    dali.build(4, 2, 0, regions, resize=True)
+    decoder = "image_slice" if regions else "image"
+    assert set(calls) == {decoder, "resize"} | (set() if regions else {"slice"})
+    inputs, options, device = calls[decoder]
+    # JPEGs and boxes are read on the host, pixels are made on the GPU.
+    assert (set(inputs), device) == ({"cpu"}, "gpu")
+    assert options["device"] == "mixed"
+    assert options["adjust_orientation"] is False
+    assert options["jpeg_fancy_upsampling"] is True
+    # The default, WH, swaps the axes of our boxes.
+    assert calls["image_slice" if regions else "slice"][1]["axis_names"] == "HW"
+    if not regions:
+        assert calls["slice"][0] == ["gpu", "cpu", "cpu"]
+    inputs, options, device = calls["resize"]
+    assert (inputs, device) == (["gpu"], "gpu")
+    assert {options[name].device for name in ("size", "roi_start", "roi_end")} == {"cpu"}
+    # INTERP_TRIANGULAR is deprecated.
+    assert (options["interp_type"], options["antialias"]) == (types.INTERP_LINEAR, True)
+
+
+@needs_dali
+def test_the_resize_of_a_gpus_graph_is_pillows(photos):
+    """Run on a CPU: downscaled, upscaled and mirrored."""
+    path = sorted((photos / "images" / "train" / "a").iterdir())[0]
+    boxes = np.array([[10.5, 20.25, 170.0, 150.5], [3.0, 9.0, 30.5, 40.25], [0, 0, 160, 170]])
+    flips = np.array([False, True, True])
+    pipeline = dali.build(3, 1, None, regions=True, resize=True)
+    dali.feed(pipeline, [np.frombuffer(path.read_bytes(), np.uint8)] * 3, boxes, flips, 64)
+    shown = np.array(pipeline.outputs()[0].as_tensor())
+    for got, (top, left, height, width), flip in zip(shown, boxes, flips, strict=True):
+        want = crop_resize(Image.open(path), (left, top, left + width, top + height), 64)
+        want = want[:, ::-1] if flip else want
+        assert np.abs(got.astype(int) - want).mean() <= OF_PILLOW
+
+
 @needs_dali
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only for machines without a GPU")
 def test_the_probe_runs_our_pipeline_and_returns_the_reason():
     why = dali.probe_regions(0)
     assert why.startswith(("failed (", "was killed by signal"))
     assert "No module" not in why  # the child found our modules
+
+
+def test_the_probe_has_jpegs_of_every_kind_that_a_loader_feeds():
+    jpegs, boxes = dali.make_probe_jpegs(8)
+    kinds = set()
+    for jpeg, (top, left, height, width) in zip(jpegs, boxes.tolist(), strict=True):
+        image = Image.open(io.BytesIO(jpeg.tobytes()))
+        assert 0 <= top < top + height <= image.height
+        assert 0 <= left < left + width <= image.width
+        # DRI: the distance of restart markers.
+        kinds.add((image.mode, image.layer[0][1], b"\xff\xdd" in jpeg.tobytes()))
+    assert kinds == {("RGB", 1, False), ("RGB", 2, False), ("L", 1, False), ("RGB", 2, True)}
 
 
 @needs_dali
@@ -592,7 +710,8 @@ def test_the_probe_compares_pixels(monkeypatch):
         dali, "build", lambda run, threads, device, **how: build(run, threads, None, **how)
     )
     dali.try_regions(0)
-    feed, flips = dali.feed, iter([False, True])
+    # Of the CPU's runs, then of the GPU's.
+    feed, flips = dali.feed, iter([False] * dali.INSIDE + [True] * dali.INSIDE)
     monkeypatch.setattr(
         dali,
         "feed",

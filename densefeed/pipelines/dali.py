@@ -33,8 +33,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
@@ -73,6 +73,10 @@ PROBE_RESULT = "regions decoded"
 # After this many runs in a row that break in DALI, though our decoder finds no damage in them, DALI
 # itself is at fault.
 FAILURES = 3
+# Polls of native.WAIT seconds, together 5 minutes, after which a call of DALI counts as hung. The
+# longest one builds the first pipeline. Polls are counted instead of time, because a process that
+# was stopped (SIGSTOP) loses time and hangs nowhere.
+HUNG_POLLS = round(300 / native.WAIT)
 
 
 @functools.cache
@@ -329,6 +333,9 @@ class _Engine:
     a batch safe on a GPU: PyTorch's allocator does not manage DALI's memory, so it could not wait
     for streams that still use it. The copies finish before the batch is returned, so the streams
     of the consumer need not wait for them.
+
+    An error of a batch becomes that of its work, with a note that names the samples. An error that
+    ends the thread is in `error`. `find_hung` finds a call of DALI that does not return.
     """
 
     alive: ClassVar[weakref.WeakSet] = weakref.WeakSet()
@@ -340,16 +347,21 @@ class _Engine:
         rows: int,
         device: torch.device,
         regions: bool,
-        samples: int,
+        source: Source,
     ) -> None:
         self.pool, self.works, self.closing = pool, queue.SimpleQueue(), False
+        self.error: BaseException | None = None
         # Which bytes were checked as a whole and found undamaged, see native.CUT.
-        self.sound = np.zeros(samples, np.uint64)
-        self._number = None if device.type == "cpu" else device.index or 0
+        self.sound = np.zeros(len(source.labels), np.uint64)
+        self._source, self._number = source, device.index if device.type == "cuda" else None
         self._threads, self._rows, self._device, self._regions = threads, rows, device, regions
         # Built by the first run, on the thread that owns it; the runs inside it.
         self._pipeline, self._inside = None, deque()
         self._failures, self._pid = 0, os.getpid()
+        # The run whose call of DALI has not returned yet, in a tuple of its own for every call;
+        # that tuple at the last poll, and the polls since then.
+        self._call: tuple[_Run] | None = None
+        self._polled, self._polls = None, 0
         self._thread = threading.Thread(target=self._run, name="dali", daemon=True)
         self._thread.start()
         self.alive.add(self)
@@ -360,41 +372,84 @@ class _Engine:
             self.closing = True
             self.works.put(None)
             self.pool.close()
-            # The garbage collector may call this on any thread, this one included.
-            if threading.current_thread() is not self._thread:
-                self._thread.join()
+            # The garbage collector may call this on any thread, this one included. A thread that
+            # hangs in DALI is left alone; it keeps its memory.
+            other = threading.current_thread() is not self._thread
+            while other and self._thread.is_alive() and self.find_hung() is None:
+                self._thread.join(native.WAIT)
+
+    def find_hung(self) -> "_Run | None":
+        """Return the run in which DALI hangs, None if it does not.
+
+        Call this every native.WAIT seconds while waiting for the thread.
+        """
+        call, same = self._call, self._call is self._polled
+        self._polls = self._polls + 1 if call and same else 0
+        self._polled = call
+        return call[0] if call and self._polls >= HUNG_POLLS else None
+
+    def name(self, run: _Run) -> str:
+        """Name the samples of a run in an error message."""
+        ids = run.work.ids[run.rows]
+        more = f" and {len(ids) - 1} more" if len(ids) > 1 else ""
+        return f"sample {ids[0]}, {self._source.where(int(ids[0]))}{more}"
 
     def _run(self) -> None:
-        """Process works until the sentinel, None."""
-        with ExitStack() as stack:
-            if self._number is not None:
-                stack.enter_context(torch.cuda.device(self._device))
-                stack.enter_context(torch.cuda.stream(torch.cuda.Stream(self._device)))
-            while not self.closing:
-                if self._inside and self.works.empty():
-                    self._collect()
-                    continue
-                work = self.works.get()
-                if work is None:
-                    break
-                self._guard(work, self._begin, work)
-                self._end_run(work)
-                # Otherwise the batch would live until the next one arrives.
-                del work
-            for _ in self._inside:
-                # Their results are not needed, but DALI still reads their bytes.
-                with suppress(Exception):
-                    self._pipeline.outputs()
-            self._pipeline = None
-            self._inside.clear()
+        """Process works until the sentinel, None, or an error that is no single batch's."""
+        try:
+            with ExitStack() as stack:
+                if self._number is not None:
+                    # The current device of a new thread is 0, whatever that of others is.
+                    stack.enter_context(torch.cuda.device(self._device))
+                    stack.enter_context(torch.cuda.stream(torch.cuda.Stream(self._device)))
+                stack.callback(self._drain)
+                self._process()
+        except BaseException as error:
+            self.error = error
 
-    def _guard(self, work: _Work, call: Callable, *arguments) -> None:
-        """Call a function; an error becomes the work's error and wakes the thread that waits."""
+    def _process(self) -> None:
+        """Process works until the sentinel."""
+        while not self.closing:
+            if self._inside and self.works.empty():
+                self._collect()
+                continue
+            work = self.works.get()
+            if work is None:
+                break
+            self._guard(_Run(work, np.arange(len(work.ids)), []), self._begin, work)
+            self._end_run(work)
+            # Otherwise the batch would live until the next one arrives.
+            del work
+
+    def _drain(self) -> None:
+        """Wait for the runs inside DALI, which still reads their bytes, and drop the pipeline."""
+        for run in self._inside:
+            with suppress(Exception), self._calling(run):
+                self._pipeline.outputs()
+        self._pipeline = None
+        self._inside.clear()
+
+    @contextmanager
+    def _calling(self, run: _Run) -> Iterator[None]:
+        """Mark a call of DALI, for `find_hung`."""
+        self._call = (run,)
+        try:
+            yield
+        finally:
+            self._call = None
+
+    def _guard(self, run: _Run, call: Callable, *arguments) -> None:
+        """Call a function; an error becomes that of the run's work and wakes the consumer."""
+        work = run.work
         try:
             call(*arguments)
         except BaseException as error:
             # The first error is reported: later ones may follow from it.
-            work.error, work.cancelled = work.error or error, True
+            if work.error is None:
+                if not isinstance(error, UserError):
+                    error.add_note(f"while --loader dali decoded {self.name(run)}")
+                work.error = error
+            work.cancelled = True
             work.done.set()
 
     def _end_run(self, work: _Work) -> None:
@@ -462,17 +517,18 @@ class _Engine:
         box_tlhw[:, 1] -= cuts["left"]
         on_gpu = self._number is not None
         try:
-            if self._pipeline is None:
-                self._pipeline = build(
-                    self._rows, self._threads, self._number, self._regions, on_gpu
-                )
-            feed(self._pipeline, run.jpegs, box_tlhw, flip, work.size if on_gpu else None)
+            with self._calling(run):
+                if self._pipeline is None:
+                    self._pipeline = build(
+                        self._rows, self._threads, self._number, self._regions, on_gpu
+                    )
+                feed(self._pipeline, run.jpegs, box_tlhw, flip, work.size if on_gpu else None)
         except Exception as error:
             # The error may be that of a run before this one. Those runs are finished first, because
             # recovery drops the pipeline with all that it holds.
             while self._inside:
                 self._collect()
-            self._guard(work, self._recover, run, error)
+            self._guard(run, self._recover, run, error)
             self._end_run(work)
         else:
             self._inside.append(run)
@@ -481,15 +537,16 @@ class _Engine:
         """Wait for the oldest run inside DALI, and move its pixels into the batch."""
         run = self._inside.popleft()
         try:
-            (out,) = self._pipeline.outputs()
+            with self._calling(run):
+                (out,) = self._pipeline.outputs()
         except Exception as error:
-            self._guard(run.work, self._recover, run, error)
+            self._guard(run, self._recover, run, error)
         else:
             if not run.work.cancelled:
                 if self._number is None:
-                    self._guard(run.work, self._resample, run, out)
+                    self._guard(run, self._resample, run, out)
                 else:
-                    self._guard(run.work, self._copy, run.work, run.rows, out.as_tensor())
+                    self._guard(run, self._copy, run.work, run.rows, out.as_tensor())
             self._failures = 0
         self._end_run(run.work)
 
@@ -570,9 +627,9 @@ class _Engine:
             why = " ".join(str(error).partition("encountered:")[2].split() or str(error).split())
             if self._failures >= FAILURES:
                 raise UserError(
-                    f"DALI failed in {FAILURES} runs whose samples are all readable ({why}); if it "
-                    "is out of memory, give fewer --threads or a smaller --batch; or use --loader "
-                    "ffcv or folder"
+                    f"DALI failed in {FAILURES} runs whose samples are all readable ({why}), most "
+                    f"recently of {self.name(run)}; if it is out of memory, give fewer --threads "
+                    "or a smaller --batch; or use --loader ffcv or folder"
                 ) from error
             if not bad.any():
                 print(
@@ -583,7 +640,7 @@ class _Engine:
         finally:
             # Whatever happened to this run, those behind it need a new pipeline.
             for other in later:
-                self._guard(other.work, self._feed, other)
+                self._guard(other, self._feed, other)
 
 
 # ------------------------------------------------------------------------------- the loader
@@ -595,11 +652,12 @@ class DaliLoader(ThreadedLoader):
     Args:
         source: the samples, for example FfcvSource or FolderSource.
         device: where DALI decodes. With CUDA the image of a batch is on that device already, and
-            the other fields are in pinned memory.
+            the other fields are in pinned memory. `cuda` without an index is the current device
+            of the calling thread.
         plan, threads, on_bad_sample, maps: as in ThreadedLoader.
 
     Raises UserError if DALI is not installed, and in a process that was forked from one that used
-    DALI.
+    DALI. `batches` raises UserError where DALI hangs; the thread that hangs is not stopped.
     """
 
     def __init__(
@@ -616,13 +674,16 @@ class DaliLoader(ThreadedLoader):
             raise UserError(
                 "DALI does not survive a fork of a process that used it; start processes by spawn"
             )
+        if device.type == "cuda" and device.index is None:
+            # Resolved here, because DALI takes a number, and every thread has a current device.
+            device = torch.device("cuda", torch.cuda.current_device())
         super().__init__(source, plan, threads, on_bad_sample, maps, device)
-        why = "" if device.type == "cpu" else probe_regions(device.index or 0)
+        why = "" if device.type == "cpu" else probe_regions(device.index)
         if device.type != "cpu" and plan.rank == 0:
             what = f"whole JPEGs, as its region decoder {why}" if why else "regions"
             print(f"DALI on {device} decodes {what}")
         rows = min(len(plan.rows), max(LEAST_RUN, RUN_PER_THREAD * threads))
-        self._engine = _Engine(self._pool, max(1, threads), rows, device, not why, plan.num_samples)
+        self._engine = _Engine(self._pool, max(1, threads), rows, device, not why, source)
         # A loader that is dropped without `close` stops its threads too.
         self._end = weakref.finalize(self, self._engine.stop)
 
@@ -653,11 +714,26 @@ class DaliLoader(ThreadedLoader):
         # With a timeout: in a forked child, or once the pool is closed, nothing sets the event.
         while not decoding.done.wait(native.WAIT):
             self._pool.check()
+            self._check_engine(decoding)
         if decoding.error:
             raise decoding.error
         if decoding.image.is_cuda:
             # Allocated on the engine's stream, which must not reuse its memory while it is read.
             decoding.image.record_stream(torch.cuda.current_stream(self._device))
+
+    def _check_engine(self, decoding: _Work) -> None:
+        """Raise the error that ended the engine's thread, or UserError if DALI hangs in a call."""
+        engine = self._engine
+        if engine.error:
+            first = engine.name(_Run(decoding, np.arange(len(decoding.ids)), []))
+            # Its type is kept, by which an out-of-memory error is recognized.
+            engine.error.add_note(f"while --loader dali was to decode {first}")
+            raise engine.error
+        if run := engine.find_hung():
+            raise UserError(
+                f"DALI has hung for {HUNG_POLLS * native.WAIT:.0f} s in a run of {engine.name(run)}"
+                "; remove this file if it hangs there again, or use --loader ffcv or folder"
+            )
 
     def _cancel(self, decoding: _Work) -> None:
         decoding.cancelled = True

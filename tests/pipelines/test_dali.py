@@ -433,7 +433,8 @@ def test_runs_that_only_dali_refuses_are_decoded_natively_and_logged(
     broken = set(range(1000))
     with pytest.raises(
         UserError,
-        match=r"DALI failed in 3 runs whose samples are all readable .* --loader ffcv or folder",
+        match=r"DALI failed in 3 runs whose samples are all readable \(.*\), most recently of "
+        r"sample \d, .*x\.beton image \d and 3 more; .* --loader ffcv or folder",
     ):
         epoch(FfcvSource(photos / "x.beton"), batch=4)
 
@@ -520,6 +521,153 @@ def test_closing_from_another_thread_ends_the_engine(photos):
             pass
     reader._engine._thread.join(60)
     assert not reader._engine._thread.is_alive()
+
+
+# ----------------------------------------------------------------------- the engine's thread
+
+
+def error_of(reader):
+    """Return the error of an epoch, which another thread iterates over, so that a hang fails."""
+    errors = []
+
+    def run():
+        try:
+            list(reader.batches(0))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive(), "the consumer waits for ever"
+    (error,) = errors
+    return error
+
+
+def mention(error):
+    """Return the lines of an error that a traceback shows: its message and notes."""
+    return "\n".join([str(error), *error.__notes__])
+
+
+@needs_dali
+def test_an_error_of_a_batch_names_its_samples(photos, monkeypatch):
+    """Its type is that of the error, by which train.py recognizes that memory ran out."""
+
+    def fail(self, run, crops):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(dali._Engine, "_resample", fail)
+    source = FolderSource(photos / "images", "train")
+    reader = opened(source, mode="evaluate", batch=6, repeats=1)
+    error = error_of(reader)
+    reader.close()
+    assert isinstance(error, torch.OutOfMemoryError)
+    assert f"decoded sample 0, {source.where(0)} and 5 more" in mention(error)
+
+
+@needs_dali
+@pytest.mark.parametrize("at", ["start", "collect"])
+def test_an_error_that_ends_the_engine_reaches_the_consumer(photos, monkeypatch, at):
+    """Also one from outside the code that guards a batch, and before the first batch."""
+
+    def fail(*_):
+        raise RuntimeError(f"failed at {at}")
+
+    if at == "start":
+        # The engine of a CUDA device makes it the current one.
+        monkeypatch.setattr(dali, "probe_regions", lambda device: "")
+        monkeypatch.setattr(torch.cuda, "device", fail)
+    else:
+        monkeypatch.setattr(dali._Engine, "_collect", fail)
+    source = FolderSource(photos / "images", "train")
+    device = torch.device("cuda", 0) if at == "start" else torch.device("cpu")
+    reader = opened(source, mode="evaluate", batch=6, repeats=1, device=device)
+    # The engine does not come back for a further epoch.
+    for _ in range(2):
+        error = error_of(reader)
+        assert str(error) == f"failed at {at}"
+        assert f"to decode sample 0, {source.where(0)} and 5 more" in mention(error)
+    reader.close()
+
+
+@needs_dali
+def test_a_hang_of_dali_is_reported_and_closing_does_not_wait_for_it(photos, monkeypatch):
+    from nvidia.dali import Pipeline
+
+    monkeypatch.setattr(dali, "HUNG_POLLS", 3)
+    outputs, released = Pipeline.outputs, threading.Event()
+
+    def hang(self, *arguments):
+        released.wait(60)
+        return outputs(self, *arguments)
+
+    monkeypatch.setattr(Pipeline, "outputs", hang)
+    source = FolderSource(photos / "images", "train")
+    reader = opened(source, mode="evaluate", batch=6, repeats=1)
+    error = error_of(reader)
+    assert isinstance(error, UserError)
+    assert f"in a run of sample 0, {source.where(0)} and 5 more; remove this file" in str(error)
+    reader.close()
+    assert not released.is_set()
+    assert reader._engine._thread.is_alive()
+    released.set()
+    reader._engine._thread.join(60)
+    assert not reader._engine._thread.is_alive()
+
+
+@needs_dali
+def test_only_one_long_call_counts_as_a_hang(photos):
+    """Not several calls of the same run, nor the time between calls."""
+    reader = opened(FolderSource(photos / "images", "train"))
+    engine, run = reader._engine, dali._Run(None, np.arange(1), [])
+
+    def poll(count):
+        return [engine.find_hung() for _ in range(count)]
+
+    for _ in range(2):
+        with engine._calling(run):
+            assert poll(dali.HUNG_POLLS) == [None] * dali.HUNG_POLLS
+    assert poll(2 * dali.HUNG_POLLS) == [None] * 2 * dali.HUNG_POLLS
+    with engine._calling(run):
+        assert poll(dali.HUNG_POLLS + 1)[-1] is run
+    reader.close()
+
+
+@needs_dali
+@pytest.mark.parametrize("index", [None, 1])
+def test_the_engine_uses_the_configured_device(photos, monkeypatch, index):
+    """The current device of a new thread is 0. `cuda` without an index is the caller's."""
+    entered = []
+
+    class Device:
+        def __init__(self, device):
+            self.device = device
+
+        def __enter__(self):
+            entered.append((threading.current_thread().name, self.device))
+
+        def __exit__(self, *_):
+            pass
+
+    def get_current():
+        return 1 if threading.current_thread() is threading.main_thread() else 0
+
+    def stop(self, work):
+        raise RuntimeError("begun")
+
+    monkeypatch.setattr(torch.cuda, "current_device", get_current)
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, Device)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"a stream of {device}")
+    monkeypatch.setattr(dali, "probe_regions", lambda device: "")
+    monkeypatch.setattr(dali._Engine, "_begin", stop)
+    source = FolderSource(photos / "images", "train")
+    reader = opened(source, device=torch.device("cuda", index))
+    assert str(error_of(reader)) == "begun"
+    reader.close()
+    assert entered == [("dali", torch.device("cuda", 1)), ("dali", "a stream of cuda:1")]
+    # DALI's name of the device.
+    assert reader._engine._number == 1
 
 
 FORK = """

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -179,6 +180,32 @@ def test_shared_weights_refuse_captured_updates_on_several_ranks(micro, tmp_path
     objective = objective_for(run)
     with pytest.raises(UserError, match="--compile graph on several ranks"):
         setup.build_trainable(run, objective, model_for(run), 2, Ranks(0, 2, torch.device("cpu")))
+
+
+def test_compiled_ranks_match_one_that_is_not_compiled(micro, tmp_path, alone, torchrun):
+    """With two microbatches per rank, of which the first does not average its gradients.
+
+    Blocks are compiled inside DDP without a break. DDP's own forward breaks the graph of a whole
+    step, and nothing else does.
+    """
+    fields = dict(batch=8, microbatch=2, drop_path=0.0, epochs=1, threads=1)
+    alone(tmp_path / "rows", micro(tmp_path / "one", **fields))
+    modes = ("blocks", "whole")
+    files = [tmp_path / f"{mode}.config" for mode in modes]
+    for mode, file in zip(modes, files, strict=True):
+        file.write_text(json.dumps(micro(tmp_path / mode, compile=mode, **fields).to_dict()))
+    torchrun(HERE / "compiled_run.py", *files)
+    for mode in modes:
+        assert_alike(tmp_path / "one", tmp_path / mode)
+        for rank in range(2):
+            found = json.loads((tmp_path / f"{mode}.{rank}.json").read_text())
+            if mode == "blocks":
+                # A block in training and in evaluation, and the loss.
+                assert found == {"graphs": 3, "breaks": []}
+            else:
+                assert found["graphs"] >= 1
+                ddp = re.compile("Reducer|Logger|DistributedDataParallel")
+                assert [reason for reason in found["breaks"] if not ddp.search(reason)] == []
 
 
 def test_resume_on_other_number_of_ranks(micro, tmp_path, alone, run):

@@ -20,7 +20,7 @@ from densefeed.system import errors
 from densefeed.system.devices import peak_memory, synchronize
 from densefeed.system.malloc import tune_malloc
 from densefeed.system.provenance import write_json
-from densefeed.training.build import flops_per_size
+from densefeed.training.build import flops_shares
 from densefeed.training.captured_update import choose_update
 from densefeed.training.config import Config, check_recipe, check_unused
 from densefeed.training.dry_run import dry_run
@@ -32,7 +32,7 @@ from densefeed.training.ranks import StopVote, init_distributed, raise_on_rank0
 from densefeed.training.run_folder import lock_run_folder
 from densefeed.training.schedule import learning_rate
 from densefeed.training.setup import Run, is_evaluated, setup_run
-from densefeed.training.speed import RunClock, peak_flops
+from densefeed.training.speed import RunClock
 from densefeed.training.step_inputs import StepInputs
 from densefeed.training.student import update
 
@@ -66,8 +66,7 @@ def train_loop(run: Run, signal_name: Callable[[], str]) -> dict:
     do_update = choose_update(options.compile, ranks, update)
     if ranks.is_first:
         write_run_header(run)
-    flops = flops_per_size(config, run.objective, loader.num_classes)
-    peak = peak_flops(ranks.device, run.dtype or torch.float32) * ranks.size
+    shares = flops_shares(config, run.objective, loader.num_classes, ranks, run.dtype)
     clock, vote, result = RunClock(step, run.spent), StopVote(ranks), {}
     evaluated = not run.evaluate_first
     opened = open_log(
@@ -94,7 +93,7 @@ def train_loop(run: Run, signal_name: Callable[[], str]) -> dict:
                     seconds = clock.total()[0] - run.spent[0]
                     print(f"first step, compilation included: {seconds:.1f} s", flush=True)
                 if step % options.log_every == 0:
-                    flops_share = flops[loader.plan.size(epoch)] / peak
+                    flops_share = shares.get(loader.plan.size(epoch))
                     log_interval(run, monitor, clock, log, step, norm, flops_share)
                 log.advance(1)
                 # Several ranks learn of a signal a step late, but all after the same step.
@@ -130,11 +129,12 @@ def log_interval(
     log: RunLog,
     step: int,
     norm: torch.Tensor,
-    flops_share: float,
+    flops_share: float | None,
 ) -> None:
     """Write a log line of the steps since the last one; waits for the device.
 
-    `flops_share` is the operations of an image over those that all devices do in a second.
+    `flops_share` is the operations of an image over those that all devices do in a second, None on
+    a CPU.
     """
     mean = monitor.mean_loss_sync(step)
     steps, seconds, waited = clock.interval(step)
@@ -144,7 +144,7 @@ def log_interval(
         "lr": run.student.optimizer.param_groups[0]["lr"],
         "grad_norm": norm.item(),
         "images_per_s": rate,
-        "mfu": rate * flops_share,
+        **({"mfu": rate * flops_share} if flops_share else {}),
         "data_wait_share": waited / seconds,
         "peak_memory_gb": peak_memory(run.ranks.device) / 1e9,
     }

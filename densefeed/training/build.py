@@ -10,7 +10,8 @@ from densefeed.objectives.base import Objective
 from densefeed.system.errors import UserError, first_line, is_out_of_memory
 from densefeed.training.compile import get_networks
 from densefeed.training.config import Config
-from densefeed.training.speed import training_flops
+from densefeed.training.ranks import Ranks
+from densefeed.training.speed import peak_flops, training_flops
 
 # From this number of classes on, the tokens' loss is computed without storing all logits. Below,
 # whole logits take less memory than the rest of a step, and less time.
@@ -122,3 +123,18 @@ def flops_per_size(config: Config, objective: Objective, num_classes: int) -> di
         side: sum(training_flops(network, side) for network in networks)
         for side in config.data.sides
     }
+
+
+def flops_shares(
+    config: Config, objective: Objective, num_classes: int, ranks: Ranks, dtype: torch.dtype | None
+) -> dict[int, float]:
+    """Return the operations of a training image over those that all devices do in a second.
+
+    For each side of the network's input; times the images per second this is the MFU. Empty on a
+    CPU, which has no peak rate. `dtype` is that of autocast.
+    """
+    peak = peak_flops(ranks.device, dtype or torch.float32)
+    if peak is None:
+        return {}
+    flops = flops_per_size(config, objective, num_classes)
+    return {side: count / (peak * ranks.size) for side, count in flops.items()}

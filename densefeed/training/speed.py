@@ -43,11 +43,15 @@ def training_flops(model: nn.Module, size: int) -> float:
     return 3 * counter.get_total_flops() / 2
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the peak rate of matrix products of `dtype`, operations per second.
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Return the peak rate of matrix products of `dtype`, operations per second; None on a CPU.
 
     It is taken from the data sheet if the device is known, else measured.
     """
+    # A CPU's rate is not constant: other processes, the clock and the number of threads change it
+    # within a run. Runs on a busy CPU showed an MFU of 125 %.
+    if device.type == "cpu":
+        return None
     if device.type == "cuda" and dtype != torch.float32:
         words = set(torch.cuda.get_device_name(device).replace("-", " ").split())
         if known := [peak for name, peak in PEAKS.items() if words.issuperset(name.split())]:

@@ -131,8 +131,6 @@ def test_checkpoint_holds_transformer_and_both_are_evaluated(micro, tmp_path, ca
 )
 def test_stop_after_every_step_equals_uninterrupted_run(micro, tmp_path, monkeypatch, fields):
     """Both networks, EMA and moments bit for bit; the feature weight decays between epochs."""
-    # The FLOP count is not tested here.
-    monkeypatch.setattr(training, "flops_per_size", lambda *_: {32: 1.0})
     whole = training.train(micro(tmp_path / "whole", **fields))
     monkeypatch.setattr(training, "signal_handler", stopped_after(1))
     for _ in range(5):

@@ -16,8 +16,14 @@ from densefeed.models import lvvit  # noqa: F401  (registers its models)
 from densefeed.system.devices import peak_memory
 from densefeed.system.errors import UserError
 from densefeed.system.options import with_options
+from densefeed.tools.report import Report
+from densefeed.tools.report import main as report
 from densefeed.training import dry_run
+from densefeed.training.build import flops_shares
+from densefeed.training.ranks import Ranks
 from densefeed.training.speed import ActivationBytes, matmul_rate, peak_flops, training_flops
+
+from ..runs import model_for, objective_for, records
 
 CPU = torch.device("cpu")
 
@@ -87,10 +93,49 @@ def test_peak_rate_is_known_or_measured(monkeypatch):
     }.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
         assert peak_flops(torch.device("cuda"), torch.bfloat16) == peak
+    assert peak_flops(CPU, torch.float32) is None
     status = Path("/proc/self/status").read_text()
     peak = 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
     # The kernel updates the two counts of pages at different times.
     assert peak_memory(CPU) == pytest.approx(peak, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(sizes=((0, 32), (1, 48))),
+        dict(drloc="l1", drloc_grid=2),
+        dict(
+            model="bootstrapping_vit_micro",
+            model_kwargs=("depth=2",),
+            objective="ce",
+            mixtoken=False,
+            drop_path=0.0,
+            bootstrap="shared",
+        ),
+    ],
+    ids=["two sizes", "drloc", "bootstrap"],
+)
+def test_mfu_is_the_share_of_the_peak_of_all_devices(micro, tmp_path, monkeypatch, fields):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    config, ranks = micro(tmp_path, **fields), Ranks(0, 4, torch.device("cuda"))
+    with torch.device("meta"):
+        model = model_for(config)
+    shares = flops_shares(config, objective_for(config), 2, ranks, torch.bfloat16)
+    for side, share in zip(config.data.sides, shares.values(), strict=True):
+        own = training_flops(model, side) / (4 * 989e12)
+        # Bootstrapping trains an agent beside the model.
+        assert share > own if "bootstrap" in fields else share == own
+
+
+def test_a_run_on_a_cpu_has_no_mfu(micro, tmp_path):
+    """It would be the share of a rate that other processes change: 125 % was seen."""
+    training.train(micro(tmp_path / "run", epochs=1))
+    assert all(r["images_per_s"] > 0 and "mfu" not in r for r in records(tmp_path / "run"))
+    report(Report(runs=(tmp_path / "run",)))
+    text = (tmp_path / "run" / "report.html").read_text()
+    row = re.search(r"<td>[\d,]+</td><td>(.*?)</td>\n<td>\d+ s</td>", text)
+    assert row[1] == "–"
 
 
 def test_dry_run_writes_nothing_and_is_short(micro, tmp_path, capsys):

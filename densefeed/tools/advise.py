@@ -3,8 +3,9 @@
     python tools/advise.py --data train.beton --model lvvit_s
     python tools/advise.py --data imagenet --score-maps maps.h5 --model deit_small_patch16_224
 
-Every loader that can read the data is timed alone with each number of threads, and the training
-step is timed alone on one batch that stays on the device. The combined rate is an estimate, not a
+Every loader that can read the data is timed alone with each number of threads. The step is that of
+the training that is recommended, from the copy to the device and the augmentation to the update and
+the EMA; it is timed alone, on one batch that a loader made. The combined rate is an estimate, not a
 measurement: it is limited by the slower of the two, and by the cores, of which each image costs a
 share in the loader and a share in the step (on a GPU, the thread that launches kernels). The
 measurements take seconds and are no benchmark: nothing is appended to benchmarks/results.csv.
@@ -16,18 +17,23 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Literal, NamedTuple
 
 import torch
+import tyro
 from rich.markup import escape
 from rich.table import Table
 
+from densefeed.models.checkpoints import ModelSpec
+from densefeed.models.model_spec import CANNOT_BUILD
 from densefeed.models.token_transformer import has_tokens
 from densefeed.native import MAX_PIXELS
 from densefeed.objectives import build_objective
+from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.open import LOADERS, DataOptions, open_dataset
 from densefeed.recipes import RECIPES
@@ -35,14 +41,15 @@ from densefeed.storage.images import MaxPixels
 from densefeed.system.devices import CORES, choose_device, synchronize
 from densefeed.system.errors import UserError, is_out_of_memory, make_command
 from densefeed.system.malloc import tune_malloc
-from densefeed.system.options import Count, Options, with_options
+from densefeed.system.options import Count, NonNegativeInt, Options, flag, with_options
 from densefeed.system.progress import steps_bar
 from densefeed.system.provenance import check_replaceable, environment, write_json
 from densefeed.system.terminal import print, print_table
 from densefeed.training.build import autocast_dtype, build_model
 from densefeed.training.config import Config
+from densefeed.training.monitor import TrainMonitor
 from densefeed.training.ranks import Ranks
-from densefeed.training.setup import build_trainable, open_loader
+from densefeed.training.setup import build_trainable, open_loader, resolve
 from densefeed.training.step_inputs import StepInputs
 from densefeed.training.student import update
 
@@ -53,10 +60,12 @@ ROUNDS = 3
 # Steps before the first measurement on a GPU: cuDNN selects kernels, torch.compile compiles, and
 # the caching allocator grows. One step is enough on a CPU.
 WARM_STEPS = 3
-# Images per step on a CPU. Its images/s hardly depend on the batch, and LV-ViT-S takes seconds for
-# a batch of 64.
+# Images per forward pass on a CPU. Its images/s hardly depend on the batch, and LV-ViT-S takes
+# seconds for a batch of 64.
 CPU_BATCH = 8
-# Low enough for the same batch in every step without warm-up.
+# Images per batch of a loader that is measured without --batch.
+LOADER_BATCH = 64
+# Low enough for the same images in every step without warm-up.
 LEARNING_RATE = 1e-4
 # Load average over the last minute, as a share of the cores, that is worth a warning.
 BUSY = 0.5
@@ -72,7 +81,9 @@ class AdviceOptions(Options):
     data: Path  # the training set: a .beton, 'a-*.beton', or a folder of class folders
     score_maps: Path | None = None  # score maps (HDF5) of --data; a .beton may contain its own
     model: str = "lvvit_s"  # any timm classifier
-    batch: Count = 64  # images per training step; on a CPU the step is timed with at most 8
+    # images per training step; 0: those of the recipe; on a CPU the step is timed with fewer
+    batch: NonNegativeInt = 0
+    microbatch: NonNegativeInt = 0  # images per forward pass, to save memory; 0: all of a batch
     size: Count = 224  # side of the network's input, pixels
     threads: tuple[int, ...] = ()  # numbers of decoding threads to try; default: 1, 2, 4, ..., all
     max_pixels: MaxPixels = MAX_PIXELS
@@ -92,6 +103,28 @@ class Candidate(NamedTuple):
     loader: str
     threads: int
     speed: Throughput
+
+
+class Training(NamedTuple):
+    """The recommended training, whose step is timed."""
+
+    recipe: str
+    options: dict[str, object]  # those that differ from the recipe's
+
+    @property
+    def config(self) -> Config:
+        """The config, without data, output and device."""
+        recipe = next(recipe for recipe in RECIPES if recipe.__name__ == self.recipe)
+        return with_options(recipe(), **self.options)
+
+    @property
+    def words(self) -> list[str]:
+        """The words of train.py that select this training."""
+        words = [self.recipe]
+        for name, value in self.options.items():
+            # The only options here that are True or False are switched off.
+            words += [f"--no-{name}"] if value is False else [flag(name), str(value)]
+        return words
 
 
 class Advice(NamedTuple):
@@ -131,30 +164,50 @@ def thread_counts(cores: int) -> tuple[int, ...]:
     return tuple(sorted({cores, *(2**power for power in range(cores.bit_length()))}))
 
 
-def recipe_words(model: str, objective: str, size: int) -> list[str]:
-    """Return the words of train.py that select a recipe for this model, objective and size.
+def choose_training(options: AdviceOptions, objective: str) -> Training:
+    """Choose the training with this model, objective and size.
 
-    It is the first recipe that has all three, or else the nearest one with the options that differ.
+    Its recipe is the first one that has all three, or else the nearest one, with the options that
+    differ.
     """
     configs = {recipe.__name__: recipe() for recipe in RECIPES}
 
     def mismatch(name: str) -> int:
-        config, options = configs[name], configs[name].objective
-        # Recipes with DRLoc or an agent train more than the model that is timed here.
-        plain = options.drloc.variant == options.bootstrap.mode == "none"
-        if options.name != objective or not plain:
+        config, method = configs[name], configs[name].objective
+        # Recipes with DRLoc or an agent train more than the model that is timed here, and those of
+        # fine-tuning begin with a checkpoint.
+        plain = method.drloc.variant == method.bootstrap.mode == "none"
+        if method.name != objective or not plain or config.model.init is tyro.MISSING:
             return 3
-        if config.model.name != model or config.model.kwargs:
+        if config.model.name != options.model or config.model.kwargs:
             return 2
-        return int(config.data.size != size)
+        return int(config.data.size != options.size)
 
     name = min(configs, key=mismatch)
-    config, words = configs[name], [name]
-    if config.model.name != model:
-        words += ["--model", model]
-    if config.mix.mixtoken and not has_tokens(model):
-        words.append("--no-mixtoken")
-    return words if config.data.size == size else [*words, "--size", str(size)]
+    config, differ = configs[name], {}
+    if config.model.name != options.model:
+        differ["model"] = options.model
+        if config.model.drop_path and not takes_drop_path(options.model):
+            differ["drop_path"] = 0.0
+    if config.mix.mixtoken and not has_tokens(options.model):
+        differ["mixtoken"] = False
+    wanted = {
+        "size": (options.size, config.data.size),
+        "batch": (options.batch, config.optim.batch),
+    }
+    wanted["microbatch"] = options.microbatch, config.optim.microbatch
+    differ |= {name: value for name, (value, own) in wanted.items() if value and value != own}
+    return Training(name, differ)
+
+
+def takes_drop_path(model: str) -> bool:
+    """Whether a model has stochastic depth. What else is wrong with it shows where it is built."""
+    try:
+        with torch.device("meta"):
+            ModelSpec(model, {"drop_path_rate": 0.1}).build()
+    except CANNOT_BUILD as error:
+        return "drop_path_rate" not in str(error)
+    return True
 
 
 def format_rate(rate: float) -> str:
@@ -162,11 +215,10 @@ def format_rate(rate: float) -> str:
     return f"{rate:,.0f}" if rate >= 10 else f"{rate:.1f}"
 
 
-def recommend(advice: Advice, step: Throughput, options: AdviceOptions, objective: str) -> str:
+def recommend(advice: Advice, step: Throughput, options: AdviceOptions, training: Training) -> str:
     """Return the recommendation: a command line of train.py, its rate and its bottleneck."""
     loader, threads, speed = advice.choice
-    words = ["python", "train.py", *recipe_words(options.model, objective, options.size)]
-    words += ["--loader", loader, "--data", options.data]
+    words = ["python", "train.py", *training.words, "--loader", loader, "--data", options.data]
     words += ["--score-maps", options.score_maps] if options.score_maps else []
     given = options.max_pixels != MAX_PIXELS
     words += ["--max-pixels", options.max_pixels] if given else []
@@ -190,11 +242,13 @@ def recommend(advice: Advice, step: Throughput, options: AdviceOptions, objectiv
 # ------------------------------------------------------------------------- measurement
 
 
-def measure_speed(turn: Callable[[], int]) -> Throughput:
-    """Call `turn`, which returns its number of images, for SECONDS."""
+def measure_speed(turn: Callable[[], int], wait: Callable[[], object] = int) -> Throughput:
+    """Call `turn`, which returns its number of images, for SECONDS; `wait` ends what it queued."""
     began, used, images = time.perf_counter(), time.process_time(), 0
     while time.perf_counter() - began < SECONDS:
         images += turn()
+    # Once at the end, because the loop of train.py does not wait for the device between steps.
+    wait()
     took = time.perf_counter() - began
     return Throughput(images / took, (time.process_time() - used) / took)
 
@@ -230,7 +284,8 @@ def open_loaders(options: AdviceOptions) -> dict[tuple[str, int], ThreadedLoader
         try:
             for threads in options.threads or thread_counts(CORES):
                 data = data_options(options, kind, threads)
-                opened[kind, threads] = open_dataset(data, "train", batch=options.batch, seed=0)
+                batch = options.batch or LOADER_BATCH
+                opened[kind, threads] = open_dataset(data, "train", batch=batch, seed=0)
         except UserError as error:
             errors.append(error)
             print(f"--loader {kind}: skipped, {error}")
@@ -280,51 +335,71 @@ def describe_load(cores: int) -> str:
 
 
 def build_step(config: Config, device: torch.device) -> Callable[[], int]:
-    """Build train.py's step on the first batch of the training set; it returns its images."""
-    ranks, dtype, numbers = Ranks(0, 1, device), autocast_dtype(config, device), count()
-    objective = build_objective(config.setting)
-    with closing(open_loader(config, objective, "train")) as loader:
+    """Build the step of train.py's loop; it returns its images, and does not wait for the device.
+
+    All steps get the first batch of the training set as the loader made it, and copy, augment and
+    split it, with other draws in each.
+    """
+    ranks = Ranks(0, 1, device)
+    config, objective = resolve(config, ranks, None), build_objective(config.setting)
+    dtype = autocast_dtype(config, device)
+    with closing(open_loader(config, objective, "train", ranks)) as loader:
+        with closing(loader.batches(0)) as batches:
+            first = next(batches)
         model, _ = build_model(config, objective, loader.num_classes)
         student = build_trainable(config, objective, model, loader.num_classes, ranks)
         inputs = StepInputs(config, ranks, loader, objective, student.trainable, dtype)
-        parts = next(inputs.batches(0, 0))
-    student.trainable.train()
+    monitor = TrainMonitor(config, ranks, student, inputs, torch.zeros(2, dtype=torch.float64), 0)
+    student.trainable.train(not config.model.frozen_statistics)
+    numbers, stream = count(), inputs.batches(0, 0, partial(repeat_batch, first))
 
     def step() -> int:
-        update(student, ranks, next(numbers), inputs.losses(student.network, parts, 0, 0))
-        # Without waiting for the device this would time how fast steps are queued.
-        synchronize(device)
+        parts, number = next(stream), next(numbers)
+        for group in student.optimizer.param_groups:
+            group["lr"] = LEARNING_RATE
+        losses = inputs.losses(student.network, parts, *divmod(number, len(loader)))
+        loss, _ = update(student, ranks, number, losses)
+        monitor.add(loss)
         return config.optim.batch
 
     return step
 
 
-def make_config(options: AdviceOptions, loader: str, objective: str, on_gpu: bool) -> Config:
-    """Return the config of the training whose step is measured."""
-    images = options.batch if on_gpu else min(options.batch, CPU_BATCH)
-    # One batch per update, at the learning rate as given: lr is for lr_batch images, and a smaller
-    # microbatch would accumulate gradients.
-    return with_options(
-        Config(data=data_options(options, loader, 1)),
-        model=options.model,
-        objective=objective,
-        mixtoken=False,
-        drop_path=0.0,
-        lr=LEARNING_RATE,
-        **dict.fromkeys(("batch", "microbatch", "lr_batch"), images),
-        compile="blocks" if on_gpu else "never",
+def repeat_batch(batch: Batch, _: Iterator[Batch]) -> Iterator[Batch]:
+    """Yield a batch without end, each time as of another epoch, by which augmentation draws."""
+    return (batch._replace(epoch=epoch) for epoch in count())
+
+
+def make_config(options: AdviceOptions, loader: str, training: Training, on_gpu: bool) -> Config:
+    """Return the config of the training whose step is measured; on a CPU with a smaller batch."""
+    config = with_options(
+        training.config,
+        data=options.data,
+        score_maps=options.score_maps,
+        loader=loader,
+        threads=1,
+        max_pixels=options.max_pixels,
     )
+    batch, microbatch = config.optim.batch, config.optim.microbatch
+    if on_gpu or batch <= CPU_BATCH:
+        return config
+    # Two forward passes show what it costs to accumulate gradients.
+    images = min(microbatch or CPU_BATCH, CPU_BATCH)
+    whole = not microbatch or microbatch == batch
+    return with_options(config, batch=images * (1 if whole else 2), microbatch=images)
 
 
-def measure_step(options: AdviceOptions, loader: str, objective: str) -> tuple[Throughput, dict]:
+def measure_step(
+    options: AdviceOptions, loader: str, training: Training
+) -> tuple[Throughput, dict]:
     """Measure the training step alone; also return its objective, batch and device for the report.
 
     Raises UserError where memory runs out.
     """
     device = choose_device("auto")
     on_gpu = device.type == "cuda"
-    config = make_config(options, loader, objective, on_gpu)
-    images = config.optim.batch
+    config = make_config(options, loader, training, on_gpu)
+    images, objective = config.optim.batch, config.objective.name
     if not on_gpu:
         # As train.py does: without it page faults take 8 % of a step of LV-ViT-S
         # (system/malloc.py).
@@ -333,12 +408,16 @@ def measure_step(options: AdviceOptions, loader: str, objective: str) -> tuple[T
         step = build_step(config, device)
         for _ in range(WARM_STEPS if on_gpu else 1):
             step()
-        speed = median_speed([measure_speed(step) for _ in range(ROUNDS)])
+        wait = partial(synchronize, device)
+        wait()
+        speed = median_speed([measure_speed(step, wait) for _ in range(ROUNDS)])
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        message = f"--batch {images} needs more memory than {device} has; give a smaller --batch"
-        raise UserError(message) from error
+        raise UserError(
+            f"a step with {config.optim.microbatch or images} images per forward pass needs more "
+            f"memory than {device} has; give a smaller --microbatch, or a smaller --batch"
+        ) from error
     about = {"model": options.model, "objective": objective, "batch": images, "device": str(device)}
     return speed, about
 
@@ -357,7 +436,8 @@ def main(options: AdviceOptions) -> dict:
         candidates = measure_loaders(loaders)
     dense = first.score_maps is not None
     objective = ("token-label" if has_tokens(options.model) else "relabel") if dense else "ce"
-    step, about = measure_step(options, candidates[0].loader, objective)
+    training = choose_training(options, objective)
+    step, about = measure_step(options, candidates[0].loader, training)
     advice = choose(candidates, step, CORES)
     document = {
         "loaders": [
@@ -368,7 +448,7 @@ def main(options: AdviceOptions) -> dict:
         "step": about | step._asdict(),
         "data": f"{first.plan.num_samples:,} images, {'with' if dense else 'without'} score maps",
         "bottleneck": advice.bottleneck,
-        "advice": recommend(advice, step, options, objective),
+        "advice": recommend(advice, step, options, training),
         "environment": environment(("torch", "torchvision", "timm", "numpy", "pillow")),
     }
     show(document, advice)

@@ -5,8 +5,11 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
+from timm.utils import ModelEmaV3
 
 from densefeed import train
+from densefeed.pipelines.augment.augmentation import Augmentation
 from densefeed.system.errors import UserError
 from densefeed.tools import advise
 from densefeed.tools.advise import (
@@ -14,11 +17,16 @@ from densefeed.tools.advise import (
     Candidate,
     Throughput,
     choose,
+    choose_training,
     combine,
-    recipe_words,
+    make_config,
     recommend,
     thread_counts,
 )
+from densefeed.training import compile, step_inputs
+from densefeed.training.monitor import TrainMonitor
+
+CPU = torch.device("cpu")
 
 
 def test_a_training_is_as_fast_as_its_slower_half_or_as_the_cores_allow():
@@ -77,6 +85,14 @@ def test_thread_counts():
     ]
 
 
+def get_sections(config):
+    """Return what decides the work of a step."""
+    run = config.run.precision, config.run.compile
+    parts = config.model, config.augment, config.mix, config.labels, config.objective, config.optim
+    data = config.data
+    return *parts, run, data.size, data.sizes, data.repeats, data.maps_on_device
+
+
 @pytest.mark.parametrize(
     ("model", "objective", "size", "words"),
     [
@@ -92,10 +108,12 @@ def test_thread_counts():
             160,
             "lvvit_t_224_relabel --model resnet50 --no-mixtoken --size 160",
         ),
+        # No recipe of fine-tuning, which needs a checkpoint.
+        ("lvvit_s", "token-label", 384, "lvvit_s_224_token_label --size 384"),
+        ("vgg11", "ce", 224, "lvvit_t_224_standard --model vgg11 --drop-path 0.0"),
     ],
 )
 def test_the_recommended_command_trains_that_model(model, objective, size, words, monkeypatch):
-    assert " ".join(recipe_words(model, objective, size)) == words
     options = AdviceOptions(
         data=Path("my data/*.beton"),
         score_maps=Path("maps.h5"),
@@ -105,12 +123,16 @@ def test_the_recommended_command_trains_that_model(model, objective, size, words
         max_pixels=10**8,
     )
     advice = choose(scaling("ffcv", 4000, 1.0, (1, 2)), Throughput(6000, 0.1), 2)
-    text = recommend(advice, Throughput(6000, 0.1), options, objective)
+    training = choose_training(options, objective)
+    assert " ".join(training.words) == words
+    text = recommend(advice, Throughput(6000, 0.1), options, training)
     configs = []
     monkeypatch.setattr(train, "train", configs.append)
     monkeypatch.setattr("sys.argv", shlex.split(text.split("`")[1])[1:])
     train.main()
     (config,) = configs
+    measured = make_config(options, "ffcv", training, on_gpu=True)
+    assert get_sections(measured) == get_sections(config)
     data = config.data
     trained = config.model.name, config.objective.name, data.size
     assert trained == (model, objective, size)
@@ -132,7 +154,8 @@ def test_the_recommended_command_trains_that_model(model, objective, size, words
 def test_a_slow_loader_comes_with_a_remedy(tmp_path, loader, packed, remedy):
     options = AdviceOptions(data=Path("x-*.beton") if packed else tmp_path)
     step = Throughput(6000, 0.1)
-    text = recommend(choose(scaling(loader, 1000, 1.0, (1,)), step, 2), step, options, "ce")
+    training = choose_training(options, "ce")
+    text = recommend(choose(scaling(loader, 1000, 1.0, (1,)), step, 2), step, options, training)
     assert f"the loader is the bottleneck (1,000 images/s alone, the step 6,000): {remedy}" in text
 
 
@@ -149,6 +172,92 @@ def test_a_busy_machine_gets_a_warning(load, warning, monkeypatch):
 @pytest.fixture
 def short_measurements(monkeypatch):
     monkeypatch.setattr(advise, "SECONDS", 0.02)
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """What happens in a step, in order, with the options that decide its cost."""
+    seen = []
+
+    def spy(owner, name, describe):
+        function = getattr(owner, name)
+
+        def recorded(*arguments, **options):
+            seen.append((name, *describe(*arguments)))
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, recorded)
+
+    def describe_forward(_objective, network, batch, _context, dtype):
+        layout = network.stem[0].weight.is_contiguous(memory_format=torch.channels_last)
+        return len(batch.image), layout, network.training, dtype
+
+    spy(compile, "step_loss", describe_forward)
+    spy(step_inputs, "compile_step", lambda mode, _: [mode])
+    spy(Augmentation, "__call__", lambda _, batch, plan: [len(batch.image), batch.image.dtype])
+    spy(torch.nn.utils, "clip_grads_with_norm_", lambda _parameters, most, _norm: [most])
+    spy(ModelEmaV3, "update", lambda *_: [])
+    spy(TrainMonitor, "add", lambda *_: [])
+    return seen
+
+
+def test_the_step_does_what_the_loop_of_a_training_does(micro, tmp_path, events):
+    """Copies of the batch, augmentation, microbatches, autocast, layout, clipping, EMA, the sum of
+    losses.
+    """
+    fields = dict(clip_grad=1.0, precision="bf16", rand_augment="rand-m9-mstd0.5-inc1")
+    config = micro(tmp_path / "run", batch=8, microbatch=4, epochs=2, eval_every=9, **fields)
+    # A training of 11 images has two steps per epoch.
+    train.train(config)
+    want = list(events)
+    events.clear()
+    step = advise.build_step(config, CPU)
+    assert [step() for _ in range(4)] == [8] * 4
+    assert events == want
+    names = [name for name, *_ in want]
+    assert [names.count(name) for name in ("__call__", "step_loss", "update", "add")] == [
+        4,
+        8,
+        4,
+        4,
+    ]
+    assert names.count("clip_grads_with_norm_") == 4
+
+
+def test_augmentation_draws_anew_in_each_step(micro, tmp_path, monkeypatch):
+    images, losses = [], step_inputs.StepInputs.losses
+
+    def record(self, network, parts, *step):
+        images.append(parts[0].image)
+        return losses(self, network, parts, *step)
+
+    monkeypatch.setattr(step_inputs.StepInputs, "losses", record)
+    step = advise.build_step(micro(tmp_path, rand_augment="rand-m9-mstd0.5-inc1"), CPU)
+    step()
+    step()
+    first, second = images
+    assert first.shape == second.shape
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("given", "on_gpu", "on_cpu"),
+    [((0, 0), (1024, 0), (8, 8)), ((6, 0), (6, 0), (6, 0)), ((64, 16), (64, 16), (16, 8))],
+)
+def test_on_a_cpu_the_step_has_fewer_images(tmp_path, given, on_gpu, on_cpu):
+    """Batch and microbatch. Of several microbatches two are left, to include accumulation."""
+    options = AdviceOptions(data=tmp_path, batch=given[0], microbatch=given[1])
+    training = choose_training(options, "token-label")
+    measured = [make_config(options, "folder", training, gpu).optim for gpu in (True, False)]
+    assert [(optim.batch, optim.microbatch) for optim in measured] == [on_gpu, on_cpu]
+
+
+def test_a_gpu_is_waited_for_once_per_measurement(short_measurements):
+    """The loop of a training does not wait between steps."""
+    waits, turns = [], []
+    advise.measure_speed(lambda: turns.append(1) or 1, lambda: waits.append(len(turns)))
+    assert waits == [len(turns)]
+    assert len(turns) > 1
 
 
 def small(data, tmp_path, **options):
@@ -170,7 +279,7 @@ def test_the_recommended_command_runs(packed, tmp_path, short_measurements, caps
     assert document["advice"] in printed.replace("\n", " ")
     words = shlex.split(document["advice"].split("`")[1])[1:]
     words = [{"VAL": packed[1], "RUN": tmp_path / "run"}.get(word, word) for word in words]
-    done = command(*words, "--batch", 4, "--dry-run")
+    done = command(*words, "--dry-run")
     assert done.returncode == 0, done.stderr
 
 
@@ -203,7 +312,7 @@ def test_the_command_needs_data(command, tmp_path):
         ({"threads": (advise.CORES + 1,)}, "--threads must be from 1 to"),
         ({"threads": (0,)}, "--threads must be from 1 to"),
         ({"size": 0}, "--size is 0, and must be at least 1"),
-        ({"batch": 0}, "--batch is 0, and must be at least 1"),
+        ({"batch": -1}, "--batch is -1, and must be at least 0"),
         ({}, r"nowhere\.beton: there is no such file; make it with tools/pack_dataset"),
     ],
 )

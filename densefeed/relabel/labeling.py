@@ -289,11 +289,12 @@ def score_batches(
     `update` is called with the number of images done so far.
     """
     speed, began, cuda = Speed(), time.perf_counter(), work.scorer.device.type == "cuda"
-    # A buffer is not overwritten before it is scored and written, so more are never needed.
+    # A buffer is not overwritten before it is scored and written, so more are never needed. The
+    # oldest batch is finished before another one is rendered.
     free = [
         # Copies to a GPU are asynchronous only from pinned memory.
         torch.zeros(work.batch, *work.pictures_shape, dtype=torch.uint8, pin_memory=cuda)
-        for _ in range(AHEAD + IN_FLIGHT)
+        for _ in range(min(AHEAD + IN_FLIGHT - 1, len(batches)))
     ]
     writing, before = deque(), None
     # One writing thread keeps the rows in order.

@@ -217,8 +217,9 @@ def find_batch_size(attempt: Callable[[int], None], device: torch.device) -> int
     fits, count = 0, 1
     while count <= MAX_BATCH and fits_memory(attempt, count, device):
         fits, count = count, 2 * count
-    # The allocator still holds blocks of the batch that did not fit.
+    # The allocator still holds blocks of the last batch, and its peak is that of the search.
     torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
     if not fits:
         raise UserError(
             "the teacher does not fit into the GPU's memory with one image; choose a smaller "
@@ -229,6 +230,9 @@ def find_batch_size(attempt: Callable[[int], None], device: torch.device) -> int
 
 def fits_memory(attempt: Callable[[int], None], count: int, device: torch.device) -> bool:
     """Whether `attempt` scores `count` images within 0.9 of the device's memory."""
+    # Blocks that the allocator holds of smaller batches would count as memory that this one needs:
+    # 29.2 GB instead of 18.0 GB for 256 images of NFNet-F6.
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     try:
         attempt(count)

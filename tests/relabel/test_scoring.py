@@ -179,6 +179,52 @@ def test_auto_batch_grows_until_memory_is_exhausted(monkeypatch, total, room, wa
     assert find_batch_size(lambda count: pytest.fail("nothing is tried on a CPU"), CPU) == 32
 
 
+class FakeAllocator:
+    """PyTorch's caching allocator, for batches whose blocks fit no other batch; an image takes 1.
+
+    It holds freed blocks until `empty_cache`, or until memory runs out.
+    """
+
+    def __init__(self, total):
+        self.total, self.cached, self.peak = total, 0, 0
+
+    def score(self, count):
+        if self.cached + count > self.total:
+            self.cached = 0
+        if count > self.total:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.cached += count
+        self.peak = max(self.peak, self.cached)
+
+    def empty_cache(self):
+        self.cached = 0
+
+    def reset_peak_memory_stats(self, device):
+        self.peak = self.cached
+
+    def max_memory_reserved(self, device):
+        return self.peak
+
+    def get_device_properties(self, device):
+        return SimpleNamespace(total_memory=self.total)
+
+
+@pytest.mark.parametrize(("total", "want"), [(100, 64), (560, 256), (1000, 256), (1, None)])
+def test_the_search_counts_each_batch_alone_and_releases_its_memory(monkeypatch, total, want):
+    """Of 560, the batches up to 256 take 511 together, more than 0.9; of 1, one image is more."""
+    memory = FakeAllocator(total)
+    for name in ("empty_cache", "reset_peak_memory_stats", "max_memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, getattr(memory, name))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", memory.get_device_properties)
+    if want:
+        assert find_batch_size(memory.score, CUDA) == want
+    else:
+        with pytest.raises(UserError, match=r"does not fit into the GPU's memory with one image"):
+            find_batch_size(memory.score, CUDA)
+    # What is measured later is not that of the search.
+    assert (memory.cached, memory.peak) == (0, 0)
+
+
 def test_a_teacher_too_large_for_the_device_is_reported(monkeypatch):
     for name in ("get_device_properties", "reset_peak_memory_stats", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda *device: SimpleNamespace(total_memory=1))

@@ -23,6 +23,7 @@ from densefeed.objectives.base import Objective, Place, Setting, StepContext
 from densefeed.objectives.losses import weighted_mean
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.plan import EpochPlan
+from densefeed.system.devices import send
 from densefeed.system.errors import UserError, first_line
 from densefeed.system.options import Bounds, NonNegative, Options, leaves, parse_arguments
 
@@ -348,7 +349,7 @@ class Bootstrapping(Objective):
         """
         linear = self.options.feature_decay == "linear"
         factor = torch.tensor(1 - epoch / self.setting.epochs if linear else 1.0)
-        factor = factor.to(batch.image.device, non_blocking=True)
+        factor = send(factor, batch.image.device)
         return factor, self.base.inputs(plan, epoch, batch)
 
     def loss(self, output: JointOutput, batch: Batch, step: StepContext) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.targets import SparseTargets
+from densefeed.system.devices import send
 from densefeed.system.errors import UserError
 from densefeed.system.options import Fraction, NonNegative, Options
 
@@ -31,11 +32,9 @@ class Mix(NamedTuple):
 
     def to(self, device: torch.device) -> "Mix":
         """Copy to `device` without a host sync."""
-        return Mix(
-            self.box_tlbr.to(device, non_blocking=True),
-            self.blend.to(device, non_blocking=True),
-            self.side,
-        )
+        # One copy for both.
+        numbers = send(torch.cat([self.box_tlbr, self.blend[None]]), device)
+        return Mix(numbers[:4], numbers[4], self.side)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -100,6 +100,13 @@ def tag_compiled_code() -> None:
         compiler.cache_key_tag = f"{compiler.cache_key_tag} {tag}".strip()
 
 
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor of the host to `device` without waiting."""
+    # From memory that is not pinned, even a non_blocking copy may wait.
+    tensor = tensor.pin_memory() if device.type == "cuda" else tensor
+    return tensor.to(device, non_blocking=True)
+
+
 def synchronize(device: torch.device) -> None:
     """Block until all queued work of the device is done; no-op on a CPU."""
     if device.type == "cuda":

@@ -46,12 +46,12 @@ from densefeed.system.progress import steps_bar
 from densefeed.system.provenance import check_replaceable, environment, write_json
 from densefeed.system.terminal import print, print_table
 from densefeed.training.build import autocast_dtype, build_model
+from densefeed.training.captured_update import choose_update
 from densefeed.training.config import Config
 from densefeed.training.monitor import TrainMonitor
 from densefeed.training.ranks import Ranks
 from densefeed.training.setup import build_trainable, open_loader, resolve
 from densefeed.training.step_inputs import StepInputs
-from densefeed.training.student import update
 
 # The cores that this process may use: fewer than the machine has under taskset or a batch system.
 # Seconds of each measurement in each round.
@@ -352,13 +352,13 @@ def build_step(config: Config, device: torch.device) -> Callable[[], int]:
     monitor = TrainMonitor(config, ranks, student, inputs, torch.zeros(2, dtype=torch.float64), 0)
     student.trainable.train(not config.model.frozen_statistics)
     numbers, stream = count(), inputs.batches(0, 0, partial(repeat_batch, first))
+    do_update = choose_update(config.run.compile, ranks)
 
     def step() -> int:
         parts, number = next(stream), next(numbers)
-        for group in student.optimizer.param_groups:
-            group["lr"] = LEARNING_RATE
+        student.set_rate(LEARNING_RATE)
         losses = inputs.losses(student.network, parts, *divmod(number, len(loader)))
-        loss, _ = update(student, ranks, number, losses)
+        loss, _ = do_update(student, ranks, number, losses)
         monitor.add(loss)
         return config.optim.batch
 

@@ -165,7 +165,11 @@ def launch(kernel: triton.JITFunction, logits_NTK: Tensor, palette_NM: Tensor, *
     """Run a kernel on every row of logits."""
     (N, T, K), M = logits_NTK.shape, palette_NM.shape[1]
     strides = logits_NTK.stride()[:2]
-    kernel[(N * T,)](logits_NTK, palette_NM, *more, T, K, M, *strides, **block_sizes(K, M))
+    sizes = block_sizes(K, M)
+    # The default changes in Triton 3.10; until then its absence prints a warning.
+    kernel[(N * T,)](
+        logits_NTK, palette_NM, *more, T, K, M, *strides, **sizes, enable_fp_fusion=True
+    )
 
 
 def forward(logits_NTK: Tensor, *targets: Tensor) -> tuple[Tensor, ...]:

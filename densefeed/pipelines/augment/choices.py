@@ -31,6 +31,7 @@ from densefeed.pipelines.augment.settings import (
     make_tables,
 )
 from densefeed.pipelines.plan import AUGMENT, ERASE, JITTER, OPERATION, SHIFT, EpochPlan
+from densefeed.system.devices import send
 
 # N samples   L operations per sample at most   R operations of a batch   M warped samples
 
@@ -89,11 +90,7 @@ class AugmentPlan(NamedTuple):
 
     def to(self, device: torch.device) -> "AugmentPlan":
         """Copy the tensors to `device`, without waiting for a GPU."""
-        parts = self.row, self.number, self.table
-        if device.type == "cuda":
-            # From memory that is not pinned, even a non_blocking copy may wait.
-            parts = (part.pin_memory() for part in parts)
-        row, number, table = (part.to(device, non_blocking=True) for part in parts)
+        row, number, table = (send(part, device) for part in (self.row, self.number, self.table))
         return self._replace(row=row, number=number, table=table)
 
     @property

@@ -23,6 +23,7 @@ from densefeed.pipelines.augment.choices import AugmentPlan, Group
 from densefeed.pipelines.augment.groups import apply_group
 from densefeed.pipelines.augment.settings import CODES
 from densefeed.pipelines.augment.warp import ALMOST
+from densefeed.system.devices import send
 
 # N samples   H, W pixels   R operations of a batch   M warped samples   B erased boxes
 
@@ -91,9 +92,7 @@ def pack(choice: AugmentPlan, samples: int, device: torch.device) -> SamplePlan:
     )
     parts = [code_R, numbers, tables, warp_N, box_start, box_B6[:, 1:].ravel(), *entries]
     words = torch.from_numpy(np.concatenate(parts))
-    # From memory that is not pinned, even a non_blocking copy may wait.
-    words = words.pin_memory() if device.type == "cuda" else words
-    words = words.to(device, non_blocking=True).split([len(part) for part in parts])
+    words = send(words, device).split([len(part) for part in parts])
     code, number, table, warp, box_start, box, *entries = words
     number = number.view(torch.float32).split([R, 6 * M, 6 * M, M])
     argument, pixel_matrix, matrix, cubic = number

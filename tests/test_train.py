@@ -964,3 +964,14 @@ def test_partial_tokens_have_no_labels(packed, tmp_path):
         )["epochs"]
         == 2
     )
+
+
+def test_a_residual_stream_in_16_bits_trains_or_is_refused(packed, tmp_path):
+    fields = dict(half_residual=True, epochs=1, model_kwargs=("depth=1",))
+    with pytest.raises(UserError, match="--half-residual has no effect in float32"):
+        training.train(config(packed, tmp_path / "float32", **fields))
+    other = fields | dict(model="test_vit", objective="ce", mixtoken=False, model_kwargs=())
+    with pytest.raises(UserError, match="test_vit has no such option; remove --half-residual"):
+        training.train(config(packed, tmp_path / "vit", precision="bf16", **other))
+    result = training.train(config(packed, tmp_path / "run", precision="bf16", **fields))
+    assert 0 <= result["top1"] <= 1

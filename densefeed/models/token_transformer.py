@@ -150,6 +150,8 @@ class TokenTransformer(PrunableLayers, nn.Module):
         self.num_prefix_tokens = 1
         self.patch_size, self.grid_size = patch_size, rows // patch_size
         self.grad_checkpointing = False
+        # Whether, in training under autocast, the sum that runs through the blocks has its dtype.
+        self.half_residual = False
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
         self.feature_info = [
             dict(module=f"blocks.{i}", num_chs=embed_dim, reduction=patch_size)
@@ -227,6 +229,9 @@ class TokenTransformer(PrunableLayers, nn.Module):
 
     def _run(self, blocks: Sequence[nn.Module], x_NTD: Tensor, grid: Grid) -> Tensor:
         more = (grid,) if self.blocks_take_grid else ()
+        if self.half_residual and self.training and torch.is_autocast_enabled(x_NTD.device.type):
+            # Positions are float32, and so would be every sum of the blocks.
+            x_NTD = x_NTD.to(torch.get_autocast_dtype(x_NTD.device.type))
         return run_blocks(blocks, x_NTD, *more, grad_checkpointing=self.grad_checkpointing)
 
     def forward_features(self, image_NCHW: Tensor, mix_PP: Tensor | None = None) -> Tensor:

@@ -52,6 +52,9 @@ class ModelOptions(Options):
     frozen_statistics: bool = False
     # recompute activations in the backward pass: less memory, more time
     grad_checkpointing: bool = False
+    # keep the sum that runs through all blocks in the dtype of autocast instead of float32: less
+    # memory traffic, rounded after every block
+    half_residual: bool = False
 
     @property
     def arguments(self) -> dict[str, object]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from densefeed.models import checkpoints
+from densefeed.models.token_transformer import TokenTransformer
 from densefeed.objectives import build_objective
 from densefeed.objectives.base import Objective
 from densefeed.pipelines.loader import ThreadedLoader
@@ -156,13 +157,15 @@ def build_trainable(
     model = place(model)
     if config.model.grad_checkpointing:
         recompute_activations(model, config.model.name)
+    dtype = autocast_dtype(config, ranks.device)
+    if config.model.half_residual:
+        narrow_residual(model, config.model.name, dtype)
     if objective.adds_network:
         # A twin on the meta device gives the shapes at every size and computes nothing.
         with torch.device("meta"):
             twin, _ = build_model(config, objective, num_classes)
         objective.check_sizes(twin, num_classes)
     trainable = objective.wrap(model, num_classes, place)
-    dtype = autocast_dtype(config, ranks.device)
     captured = can_capture(config.run.compile, ranks)
     if captured and ranks.size > 1 and getattr(trainable, "shared", False):
         raise UserError(
@@ -181,6 +184,17 @@ def recompute_activations(model: nn.Module, name: str) -> None:
         raise UserError(
             f"{name} cannot recompute activations; remove --grad-checkpointing"
         ) from error
+
+
+def narrow_residual(model: nn.Module, name: str, dtype: torch.dtype | None) -> None:
+    """Let the model `name` keep its residual stream in `dtype`. UserError if it cannot."""
+    if dtype is None:
+        raise UserError(
+            "--half-residual has no effect in float32; give --precision bf16, or remove it"
+        )
+    if not isinstance(model, TokenTransformer):
+        raise UserError(f"{name} has no such option; remove --half-residual")
+    model.half_residual = True
 
 
 # ---------------------------------------------------------------- checks

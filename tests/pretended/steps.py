@@ -1,0 +1,235 @@
+"""Print what a training step costs the host: launches, copies, waits and processor time.
+
+    python -m tests.pretended.steps lvvit_s_224_token_label
+    python -m tests.pretended.steps lvvit_s_224_token_label --compile graph
+    python -m tests.pretended.steps deit_s_224_token_label mixtoken=False --kernels 20 --where
+
+The step runs on the pretended CUDA runtime (runtime.cpp), so numbers of launches, copies and waits
+are exact, and kernels take no time. Convolutions count as one launch. Times are of the processor,
+all threads together; what the real CUDA driver takes for a launch, a few microseconds, is missing.
+`batch` is what comes before the model: the copy to the device and the augmentation.
+"""
+
+import argparse
+import ast
+import gc
+import hashlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from . import build
+
+CLASSES, MAP_SIDE, TOP_K, PALETTE = 1000, 18, 5, 40
+# Steps before the first that is counted: PyTorch runs a graph once, captures it, and replays it.
+WARM_UP = 4
+SECONDS = 1500
+
+
+class ConstantLoader:
+    """Yields one batch again and again, as a loader does: in pinned memory.
+
+    Large fields are pinned once, because a loader decodes into pinned memory, small ones each time.
+    """
+
+    def __init__(self, config: Any, images: int) -> None:
+        import torch
+
+        from densefeed.pipelines.batch import Batch, ScoreMapSpec
+        from densefeed.pipelines.plan import EpochPlan
+
+        size, batches = config.data.size, 10_000
+        self.plan = EpochPlan(
+            num_samples=images * batches, batch=images, seed=0, mode="train", sizes=((0, size),)
+        )
+        self.score_maps = ScoreMapSpec(MAP_SIDE, TOP_K, CLASSES, "tail", PALETTE, 0.5)
+        cells = (images, MAP_SIDE, MAP_SIDE)
+        self.large = {
+            "image": torch.zeros(images, size, size, 3, dtype=torch.uint8),
+            "map_logit": torch.zeros(*cells, TOP_K, dtype=torch.float16),
+            "map_class": torch.zeros(*cells, TOP_K, dtype=torch.uint16),
+            "map_lse": torch.zeros(cells, dtype=torch.float16),
+            "window": torch.tensor([[0.0, 0, 1, 1]]).repeat(images, 1),
+        }
+        self.large = {name: tensor.pin_memory() for name, tensor in self.large.items()}
+        small = {
+            "label": torch.zeros(images, dtype=torch.int64),
+            "view": torch.eye(2, 3).repeat(images, 1, 1),
+            "shown": torch.tensor([[0.0, 0, 1, 1]]).repeat(images, 1),
+            "index": torch.arange(images),
+            "repeat": torch.zeros(images, dtype=torch.int64),
+            "weight": torch.ones(images),
+        }
+        self.batch = Batch(**self.large, **small, axis_aligned=True)
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        for step in range(start, self.plan.batches):
+            pinned = self.batch.map_tensors(lambda t: t if t.is_pinned() else t.pin_memory())
+            yield pinned._replace(epoch=epoch, step=step)
+
+
+class Steps:
+    """The steps of a recipe as train.py does them, each in two halves.
+
+    `next_batch` copies a batch and augments it; `train` computes losses and updates the weights.
+    """
+
+    def __init__(self, recipe: str, images: int, **options: object) -> None:
+        import torch
+
+        from densefeed import recipes
+        from densefeed.objectives import build_objective
+        from densefeed.system.devices import choose_device
+        from densefeed.system.options import with_options
+        from densefeed.training.build import autocast_dtype, build_model
+        from densefeed.training.monitor import TrainMonitor
+        from densefeed.training.ranks import Ranks
+        from densefeed.training.setup import build_trainable
+        from densefeed.training.step_inputs import StepInputs
+
+        config = next(r for r in recipes.RECIPES if r.__name__ == recipe)()
+        config = with_options(config, **{"batch": images} | options)
+        if not config.optim.microbatch:
+            config = replace(config, optim=replace(config.optim, microbatch=config.optim.batch))
+        device = choose_device(config.run.device if config.run.device != "auto" else "cuda")
+        ranks, objective = Ranks(0, 1, device), build_objective(config.setting)
+        loader, dtype = ConstantLoader(config, config.optim.batch), autocast_dtype(config, device)
+        model, _ = build_model(config, objective, CLASSES)
+        self.student = build_trainable(config, objective, model, CLASSES, ranks)
+        trainable, nothing = self.student.trainable.train(), torch.zeros(2, dtype=torch.float64)
+        self.inputs = StepInputs(config, ranks, loader, objective, trainable, dtype)
+        self.monitor = TrainMonitor(config, ranks, self.student, self.inputs, nothing, skips=0)
+        self.config, self.step = config, 0
+        self._batches = self.inputs.batches(0, 0)
+
+    def next_batch(self) -> None:
+        self._parts = next(self._batches)
+
+    def train(self) -> None:
+        from densefeed.training.schedule import learning_rate
+        from densefeed.training.student import update
+
+        for group in self.student.optimizer.param_groups:
+            group["lr"] = learning_rate(
+                self.config.optim, self.step, self.inputs.loader.plan.batches
+            )
+        losses = self.inputs.losses(self.student.network, self._parts, 0, self.step)
+        loss, _ = update(self.student, self.inputs.ranks, self.step, losses)
+        self.monitor.add(loss)
+        self.step += 1
+
+    @property
+    def halves(self) -> dict[str, Callable[[], None]]:
+        return {"batch": self.next_batch, "step": self.train}
+
+
+def count(steps: Steps) -> dict[str, Any]:
+    """Return what the two halves of a step do, as counting.Seen, after the first steps."""
+    from .counting import watch
+
+    for _ in range(WARM_UP):
+        steps.next_batch()
+        steps.train()
+    found = {}
+    for name, half in steps.halves.items():
+        with watch() as found[name]:
+            half()
+    return found
+
+
+def measure(steps: Steps, rounds: int) -> dict[str, list[float]]:
+    """Return the processor time of the halves of each step, in ms, sorted."""
+    found = {name: [] for name in steps.halves}
+    gc.collect()
+    gc.freeze()
+    for _ in range(rounds):
+        for name, half in steps.halves.items():
+            before = time.process_time()
+            half()
+            found[name].append(1000 * (time.process_time() - before))
+    # Triton prints at exit which of its objects were not freed.
+    gc.unfreeze()
+    return {name: sorted(times) for name, times in found.items()}
+
+
+def show(name: str, seen: Any, times: list[float], kernels: int, where: bool) -> None:
+    """Print the counts of a half of a step."""
+    from .counting import COPIES, PREPARATIONS, WAITS, demangle
+
+    copies = {kind: n for kind in COPIES if (n := seen.counts[f"copy {kind}"])}
+    calls = {c: n for c in (*WAITS, *PREPARATIONS) if (n := seen.counts[c])}
+    print(
+        f"{name:6}{seen.counts['launch']:6,} launches, {seen.counts['graph launch']} graphs of "
+        f"{seen.counts['kernels in graphs']:,} kernels, {seen.counts['memset']} memsets, "
+        f"{seen.counts['copy on the device']} copies on the device, copies {copies}; "
+        f"waits and preparations {calls or 'none'}"
+    )
+    if times:
+        print(f"{'':6}{times[0]:6.2f} ms of the processor at least, median {middle(times):.2f}")
+    for kernel, launches in demangle(seen.kernels).most_common(kernels):
+        print(f"{'':6}{launches:6,}  {kernel[:150]}")
+    if where:
+        for (event, stack), n in sorted(seen.events.items()):
+            print(f"{'':6}{n:6,}  {event} at {stack}")
+
+
+def middle(values: list[float]) -> float:
+    return values[len(values) // 2]
+
+
+def read_options(texts: list[str]) -> dict[str, object]:
+    """Return the options of texts as `name=value`; values are Python literals, or text."""
+    found = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        try:
+            found[name] = ast.literal_eval(value)
+        except (SyntaxError, ValueError):
+            found[name] = value
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recipe", help="a recipe of train.py")
+    parser.add_argument("options", nargs="*", help="options of the recipe, as name=value")
+    parser.add_argument("--compile", default="never", help="as of train.py")
+    parser.add_argument("--batch", type=int, default=256, help="images; no launch depends on it")
+    parser.add_argument("--rounds", type=int, default=20, help="steps that are timed")
+    parser.add_argument("--kernels", type=int, default=0, help="print so many kernels of each half")
+    parser.add_argument("--where", action="store_true", help="print who copies, waits, allocates")
+    given = parser.parse_args()
+    if "PRETENDED_RUNTIME" not in os.environ:
+        sys.exit(restart())
+    options = read_options(given.options) | {"compile": given.compile}
+    steps = Steps(given.recipe, given.batch, **options)
+    found = count(steps)
+    times = measure(steps, given.rounds) if given.rounds else {}
+    for name, seen in found.items():
+        show(name, seen, times.get(name, []), given.kernels, given.where)
+
+
+def restart() -> int:
+    """Run this command again on the runtime, built in a folder that is kept; return its code."""
+    if missing := build.find_missing():
+        sys.exit(missing)
+    texts = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.cpp"))]
+    texts += [Path(build.__file__).read_bytes(), sys.prefix.encode()]
+    key = hashlib.sha256(b"".join(texts)).hexdigest()[:12]
+    folder = Path(tempfile.gettempdir(), f"densefeed-pretended-{os.getuid()}-{key}")
+    words = ["-m", "tests.pretended.steps", *sys.argv[1:]]
+    done = build.run(words, build.build(folder), SECONDS)
+    print(done.stdout, end="")
+    print(done.stderr, end="", file=sys.stderr)
+    return done.code
+
+
+if __name__ == "__main__":
+    main()

@@ -155,10 +155,21 @@ def replace_cudnn() -> torch.library.Library:
     """
     torch.backends.cudnn.enabled = False
     torch.backends.cuda.enable_cudnn_sdp(False)
+    # Compiled code has the strides of cuDNN's results too.
+    torch._C._conv_determine_backend_memory_format = choose_format
     library = torch.library.Library("aten", "IMPL")
     library.impl("convolution", convolution, "CUDA")
     library.impl("convolution_backward", convolution_backward, "CUDA")
     return library
+
+
+FORMAT_OF_BACKEND = torch._C._conv_determine_backend_memory_format
+
+
+def choose_format(input: Tensor, weight: Tensor, backend: object = None) -> torch.memory_format:
+    """Return the memory format of a convolution's results: on a CUDA device that of cuDNN."""
+    cudnn = torch._C._ConvBackend.Cudnn
+    return FORMAT_OF_BACKEND(input, weight, cudnn if input.is_cuda else backend)
 
 
 def launch(name: bytes) -> None:
@@ -166,43 +177,30 @@ def launch(name: bytes) -> None:
     RUNTIME.pretended_launch(name, ctypes.c_void_p(stream))
 
 
-def convolution(
-    input, weight, bias, stride, padding, dilation, transposed, output_padding, groups
-) -> Tensor:
+def convolution(input: Tensor, weight: Tensor, bias: Tensor | None, *options: object) -> Tensor:
     """The result of torch.convolution, without values."""
-    # Tensors on the meta device have shapes and strides, and cost little.
-    meta = [None if t is None else torch.empty_like(t, device="meta") for t in (input, weight)]
-    shape = torch.ops.aten.convolution(
-        *meta, None, stride, padding, dilation, transposed, output_padding, groups
-    )
+    # Tensors on the meta device compute the shape.
+    shape = torch.convolution(input.to("meta"), weight.to("meta"), None, *options).shape
     launch(b"convolution")
-    out = torch.empty_like(shape, device=input.device)
+    memory_format = choose_format(input, weight)
+    out = torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=memory_format)
     if bias is not None:
         out.add_(bias.view(1, -1, *[1] * (out.ndim - 2)))
     return out
 
 
 def convolution_backward(
-    gradient,
-    input,
-    weight,
-    bias_sizes,
-    stride,
-    padding,
-    dilation,
-    transposed,
-    output_padding,
-    groups,
-    output_mask,
+    gradient: Tensor, input: Tensor, weight: Tensor, *options: object
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of a convolution's input, weight and bias, without values."""
-    found = []
-    for wanted, tensor in zip(output_mask[:2], (input, weight), strict=True):
+    of_input, of_weight, of_bias = options[-1]
+    found, memory_format = [], choose_format(input, weight)
+    for wanted, tensor in ((of_input, input), (of_weight, weight)):
         if wanted:
             launch(b"convolution, a gradient")
-        found.append(torch.empty_like(tensor) if wanted else None)
+        found.append(torch.empty_like(tensor, memory_format=memory_format) if wanted else None)
     other = [d for d in range(gradient.ndim) if d != 1]
-    return (*found, gradient.sum(other) if output_mask[2] else None)
+    return (*found, gradient.sum(other) if of_bias else None)
 
 
 KEPT = replace_cudnn()

@@ -22,7 +22,10 @@ WAITS = (
     "cudaEventSynchronize",
     "cudaMemcpy",
     "copy to pageable memory",
+    "large copy from pageable memory",
 )
+# Smaller copies from pageable memory are staged at once, and nothing waits for them.
+STAGED_BYTES = 64 << 10
 # Calls that the first steps make; each of them makes the real device or the host wait.
 PREPARATIONS = (
     "cudaMalloc",
@@ -92,13 +95,14 @@ def read(kernels: bool = False) -> Counter[str]:
 
 
 @contextmanager
-def watch() -> Iterator[Seen]:
+def watch(seen: Seen | None = None) -> Iterator[Seen]:
     """Count from here to the end of the block. Do not nest it."""
-    seen = Seen()
+    seen = seen or Seen()
 
     @LISTENER
-    def listen(name: bytes, _amount: int) -> None:
-        seen.events[name.decode(), find_caller()] += 1
+    def listen(name: bytes, amount: int) -> None:
+        large = name == b"copy from pageable memory" and amount > STAGED_BYTES
+        seen.events["large " * large + name.decode(), find_caller()] += 1
 
     RUNTIME.pretended_reset()
     RUNTIME.pretended_listen(listen)

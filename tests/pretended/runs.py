@@ -1,0 +1,143 @@
+"""Trainings and steps on the pretended CUDA runtime, and what they ask of the device.
+
+    python -m tests.pretended.runs JOBS.json RESULTS.json
+
+JOBS.json holds a list of Job, as dictionaries, which are run one after the other in this process;
+RESULTS.json gets a dictionary of their results by name. What judges values is replaced, because on
+this device they have no meaning.
+"""
+
+import gc
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Literal, NamedTuple
+from unittest import mock
+
+import torch
+
+import densefeed.train as training
+from densefeed.system.errors import UserError
+from densefeed.training import evaluation
+from densefeed.training.config import Config
+from densefeed.training.evaluation import Metrics
+from densefeed.training.monitor import TrainMonitor
+from densefeed.training.ranks import Ranks
+from densefeed.training.setup import Run
+from densefeed.training.step_inputs import StepInputs
+from densefeed.training.student import Student
+
+from .counting import PREPARATIONS, WAITS, Seen, watch
+from .steps import Steps, count
+
+# Steps of an epoch that are watched.
+FIRST, STEADY = 2, 5
+
+
+class Job(NamedTuple):
+    """Something to run and to watch.
+
+    `steady` trains, and watches steps in its second epoch; `whole` trains, and watches all of it;
+    `step` watches a batch and a step of a recipe.
+    """
+
+    name: str
+    kind: Literal["steady", "whole", "step"]
+    config: dict | None = None  # of Config, for a training
+    recipe: str = ""
+    images: int = 4  # a batch of the recipe
+    options: dict | None = None  # of the recipe
+
+
+def run_job(job: Job) -> dict:
+    """Run a job; return its counts, and where the calls were made that a steady step must not make.
+
+    A training also returns the bytes that PyTorch has reserved after each epoch.
+    """
+    if job.kind == "step":
+        halves = count(Steps(job.recipe, job.images, **job.options or {}))
+        return {name: summarize(seen) for name, seen in halves.items()}
+    config, reserved = Config.from_dict(job.config), []
+    with ExitStack() as stack:
+        seen = stack.enter_context(watch()) if job.kind == "whole" else watch_steps(stack)
+        stack.enter_context(without_judges())
+        evaluate = training.evaluate
+
+        def note(*args: object) -> dict:
+            result = evaluate(*args)
+            reserved.append(torch.cuda.memory_reserved(config.run.device))
+            return result
+
+        stack.enter_context(mock.patch.object(training, "evaluate", note))
+        training.train(config)
+    return summarize(seen) | {"reserved": reserved}
+
+
+def summarize(seen: Seen) -> dict:
+    return {"counts": seen.counts, "calls": seen.named((*WAITS, *PREPARATIONS))}
+
+
+def watch_steps(stack: ExitStack) -> Seen:
+    """Watch the steps FIRST to FIRST + STEADY of the second epoch of a training.
+
+    Each ends where the next update begins, so all that happens between two updates is seen.
+    """
+    seen, window, loaders = Seen(), ExitStack(), []
+    update, setup_run = training.update, training.setup_run
+
+    def set_up(*args: object) -> Run:
+        run = setup_run(*args)
+        loaders.append(run.loader)
+        return run
+
+    def watched(student: Student, ranks: Ranks, step: int, losses: list) -> tuple:
+        at = step - len(loaders[0])
+        if at == FIRST:
+            window.enter_context(watch(seen))
+        if at == FIRST + STEADY:
+            window.close()
+        return update(student, ranks, step, losses)
+
+    stack.push(window)
+    stack.enter_context(mock.patch.object(training, "setup_run", set_up))
+    stack.enter_context(mock.patch.object(training, "update", watched))
+    return seen
+
+
+@contextmanager
+def without_judges() -> Iterator[None]:
+    """Replace what raises an error because of values; it reads them all the same."""
+    mean_loss_sync = TrainMonitor.mean_loss_sync
+
+    def mean_loss(monitor: TrainMonitor, step: int) -> float:
+        with suppress(UserError):
+            mean_loss_sync(monitor, step)
+        return 1.0
+
+    def mean_metrics(sums: torch.Tensor) -> Metrics:
+        sums.tolist()
+        return Metrics(top1=0.5, top5=0.5, loss=1.0, images=1)
+
+    with (
+        mock.patch.object(TrainMonitor, "mean_loss_sync", mean_loss),
+        mock.patch.object(evaluation, "mean_metrics_sync", mean_metrics),
+        mock.patch.object(StepInputs, "check_sync", return_value=None),
+    ):
+        yield
+
+
+def main() -> None:
+    jobs, results = json.loads(Path(sys.argv[1]).read_text()), {}
+    for fields in jobs:
+        job = Job(**fields)
+        # Free memory of the jobs before would hide that a job takes more and more.
+        gc.collect()
+        torch.cuda.empty_cache()
+        results[job.name] = run_job(job)
+        Path(sys.argv[2]).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

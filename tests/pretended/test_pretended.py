@@ -1,0 +1,109 @@
+"""What a training asks of a CUDA device: waits, launches and memory, counted without a GPU.
+
+The pretended runtime (runtime.cpp) runs PyTorch's real host code and no kernel.
+"""
+
+import json
+
+import pytest
+import torch
+
+from . import build
+
+# The most launches outside of CUDA graphs that a batch (copy and augmentation) and a step (losses,
+# gradients, update, EMA) of RECIPE may make, by --compile. Lower a number as soon as the code makes
+# fewer; `python -m tests.pretended.steps RECIPE --compile MODE --kernels 20` names them.
+RECIPE, IMAGES = "lvvit_s_224_token_label", 256
+LAUNCHES = {
+    "never": {"batch": 596, "step": 1438},
+    "blocks": {"batch": 596, "step": 988},
+    "graph": {"batch": 596, "step": 43},
+}
+# They are those of this release of PyTorch.
+MEASURED = "2.15."
+# Trainings whose steps are watched, and their options.
+TRAININGS = {
+    "eager": {},
+    "microbatches and clipping": {"microbatch": 2, "clip_grad": 1.0},
+    "float16": {"precision": "fp16", "clip_grad": 1.0, "on_nonfinite": "skip"},
+    "maps on the device": {"maps_on_device": True},
+    "blocks": {"compile": "blocks"},
+    "graph": {"compile": "graph"},
+}
+EPOCHS = 3
+# Compiling takes minutes.
+SLOW = ("blocks", "graph")
+LIMIT, SLOW_LIMIT = 300, 900
+
+
+def mark_slow(names):
+    return [pytest.param(n, marks=[pytest.mark.slow] * n.endswith(SLOW)) for n in names]
+
+
+@pytest.fixture
+def result(runtime, run_once, tmp_path, request):
+    """`result(NAME)` returns what a job did (runs.py); those that compile nothing share a process.
+
+    A name is a training's, `cuda:1`, or `launches MODE`.
+    """
+
+    def describe(name):
+        if name.startswith("launches"):
+            fields = {"recipe": RECIPE, "images": IMAGES, "options": {"compile": name.split()[1]}}
+            return {"name": name, "kind": "step"} | fields
+        default = {"device": "cuda", "compile": "never", "epochs": EPOCHS, "log_every": 1000}
+        options = default | TRAININGS.get(name, {"device": "cuda:1", "epochs": 1})
+        # An epoch has 11 steps.
+        config = request.getfixturevalue("micro")(tmp_path / name, repeats=4, **options)
+        kind = "steady" if name in TRAININGS else "whole"
+        return {"name": name, "kind": kind, "config": config.to_dict()}
+
+    def run(names):
+        jobs, found = tmp_path / "jobs.json", tmp_path / "results.json"
+        jobs.write_text(json.dumps([describe(name) for name in names]))
+        limit = SLOW_LIMIT if names[0].endswith(SLOW) else LIMIT
+        done = build.run(["-m", "tests.pretended.runs", jobs, found], runtime, limit, devices=2)
+        assert done.code == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+        return json.loads(found.read_text())
+
+    def get(name):
+        # The second device last: it remains the current one.
+        fast = [n for n in TRAININGS if n not in SLOW] + ["launches never", "cuda:1"]
+        names = [name] if name.endswith(SLOW) else fast
+        return run_once(names[0].replace(" ", "-"), lambda: run(names))[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name", mark_slow(TRAININGS))
+def test_steady_steps_neither_wait_nor_allocate_nor_capture(result, name):
+    seen = result(name)
+    assert seen["counts"]["launch"] > 0
+    assert seen["calls"] == {}
+
+
+@pytest.mark.parametrize("name", mark_slow(TRAININGS))
+def test_a_training_reserves_no_more_memory_after_its_second_epoch(result, name):
+    _, *later = result(name)["reserved"]
+    assert len(later) == EPOCHS - 1
+    assert len(set(later)) == 1, f"bytes reserved after each epoch but the first: {later}"
+
+
+def test_a_training_on_the_second_device_leaves_the_first_alone(result):
+    counts = result("cuda:1")["counts"]
+    assert counts["launch on device 1"] > 0
+    assert counts["cudaMalloc on device 1"] > 0
+    assert [name for name in counts if name.endswith("on device 0")] == []
+
+
+@pytest.mark.skipif(
+    not torch.__version__.startswith(MEASURED),
+    reason=f"the limits are those of PyTorch {MEASURED}x, and this is {torch.__version__}",
+)
+@pytest.mark.parametrize("mode", mark_slow(LAUNCHES))
+def test_launches_of_a_step_do_not_increase(result, mode):
+    halves = result(f"launches {mode}")
+    launches = {half: seen["counts"]["launch"] for half, seen in halves.items()}
+    assert all(launches[half] <= most for half, most in LAUNCHES[mode].items()), launches
+    graphs = [seen["counts"].get("graph launch", 0) for seen in halves.values()]
+    assert graphs == [0, 2 if mode == "graph" else 0]

@@ -36,6 +36,7 @@ CALLERS = (
 )
 # Functions of cuBLAS that are products, and launch a kernel or more.
 PRODUCT = re.compile(r"cublas.*(gemm|gemv|dot|trsm)", re.IGNORECASE)
+ENTRY_POINT = "[torch.backends]\npretended_cuda = tests.pretended.cudnn:replace\n"
 # Bytes that a command and its children may take: comparisons read garbage, and a loop that follows
 # them could fill the machine.
 MEMORY = 6 * 2**30
@@ -94,6 +95,11 @@ def build(folder: Path) -> Path:
             runtime = {name for name in wanted if re.match("cuda[A-Z]|__cuda|cublas", name)}
             # PyTorch counts devices with it where it can be loaded; an empty file cannot.
             (folder / "libnvidia-ml.so.1").touch()
+            # PyTorch calls the entry points of this group at the end of its import.
+            package = folder / "pretended_cuda-0.dist-info"
+            package.mkdir(exist_ok=True)
+            (package / "METADATA").write_text("Name: pretended_cuda\nVersion: 0\n")
+            (package / "entry_points.txt").write_text(ENTRY_POINT)
             write_library(folder, "runtime", RUNTIME, runtime)
     return folder
 
@@ -163,7 +169,7 @@ def environment(folder: Path, devices: int = 1) -> dict[str, str]:
         "PRETENDED_RUNTIME": str(folder / RUNTIME),
         "PRETENDED_DEVICES": str(devices),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+        "PYTHONPATH": f"{ROOT}:{folder}:{os.environ.get('PYTHONPATH', '')}",
     }
 
 

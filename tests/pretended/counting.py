@@ -11,9 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 ROOT = Path(__file__).parents[2]
 # Calls for which the host waits. A copy to pageable memory is waited for by the real runtime.
 WAITS = (
@@ -145,66 +142,3 @@ def demangle(kernels: Counter[str]) -> Counter[str]:
     for name, text in zip(names, readable, strict=True):
         found[re.sub(r"^(void|at::native::)\s*", "", text)] += kernels[name]
     return found
-
-
-# ------------------------------------------------------------------------- PyTorch without cuDNN
-
-
-def replace_cudnn() -> torch.library.Library:
-    """Turn cuDNN off, and let convolutions launch what it launches; keep the result.
-
-    cuDNN brings a CUDA runtime of its own, which is not the pretended one. Without it PyTorch has
-    another kernel for each image. Here a convolution is one launch, and its backward pass one for
-    each gradient. Attention is FlashAttention, and BatchNorm is that of PyTorch.
-    """
-    torch.backends.cudnn.enabled = False
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    # Compiled code has the strides of cuDNN's results too.
-    torch._C._conv_determine_backend_memory_format = choose_format
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("convolution", convolution, "CUDA")
-    library.impl("convolution_backward", convolution_backward, "CUDA")
-    return library
-
-
-FORMAT_OF_BACKEND = torch._C._conv_determine_backend_memory_format
-
-
-def choose_format(input: Tensor, weight: Tensor, backend: object = None) -> torch.memory_format:
-    """Return the memory format of a convolution's results: on a CUDA device that of cuDNN."""
-    cudnn = torch._C._ConvBackend.Cudnn
-    return FORMAT_OF_BACKEND(input, weight, cudnn if input.is_cuda else backend)
-
-
-def launch(name: bytes) -> None:
-    stream = torch.cuda.current_stream().cuda_stream
-    RUNTIME.pretended_launch(name, ctypes.c_void_p(stream))
-
-
-def convolution(input: Tensor, weight: Tensor, bias: Tensor | None, *options: object) -> Tensor:
-    """The result of torch.convolution, without values."""
-    # Tensors on the meta device compute the shape.
-    shape = torch.convolution(input.to("meta"), weight.to("meta"), None, *options).shape
-    launch(b"convolution")
-    memory_format = choose_format(input, weight)
-    out = torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=memory_format)
-    if bias is not None:
-        out.add_(bias.view(1, -1, *[1] * (out.ndim - 2)))
-    return out
-
-
-def convolution_backward(
-    gradient: Tensor, input: Tensor, weight: Tensor, *options: object
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of a convolution's input, weight and bias, without values."""
-    of_input, of_weight, of_bias = options[-1]
-    found, memory_format = [], choose_format(input, weight)
-    for wanted, tensor in ((of_input, input), (of_weight, weight)):
-        if wanted:
-            launch(b"convolution, a gradient")
-        found.append(torch.empty_like(tensor, memory_format=memory_format) if wanted else None)
-    other = [d for d in range(gradient.ndim) if d != 1]
-    return (*found, gradient.sum(other) if of_bias else None)
-
-
-KEPT = replace_cudnn()

@@ -1,0 +1,66 @@
+"""PyTorch without cuDNN, in every process on the pretended CUDA runtime.
+
+cuDNN brings a CUDA runtime of its own, which is not the pretended one. Without it PyTorch would
+launch a kernel for each image of a convolution. Here a convolution is one launch, and its backward
+pass one for each gradient. Attention is FlashAttention, and BatchNorm is that of PyTorch.
+
+PyTorch calls `replace` at the end of its import, because build.py declares it as a backend.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from .counting import RUNTIME
+
+# PyTorch forgets what a library registered when the library is gone.
+LIBRARY = torch.library.Library("aten", "IMPL")
+FORMAT_OF_BACKEND = torch._C._conv_determine_backend_memory_format
+
+
+def replace() -> None:
+    """Turn cuDNN off, and let convolutions launch what it launches."""
+    torch.backends.cudnn.enabled = False
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    # Compiled code has the strides of cuDNN's results too.
+    torch._C._conv_determine_backend_memory_format = choose_format
+    for function in (convolution, convolution_backward):
+        LIBRARY.impl(function.__name__, function, "CUDA")
+
+
+def choose_format(input: Tensor, weight: Tensor, backend: object = None) -> torch.memory_format:
+    """Return the memory format of a convolution's results: on a CUDA device that of cuDNN."""
+    cudnn = torch._C._ConvBackend.Cudnn
+    return FORMAT_OF_BACKEND(input, weight, cudnn if input.is_cuda else backend)
+
+
+def launch(name: bytes) -> None:
+    stream = torch.cuda.current_stream().cuda_stream
+    RUNTIME.pretended_launch(name, ctypes.c_void_p(stream))
+
+
+def convolution(input: Tensor, weight: Tensor, bias: Tensor | None, *options: object) -> Tensor:
+    """The result of torch.convolution, without values."""
+    # Tensors on the meta device compute the shape.
+    shape = torch.convolution(input.to("meta"), weight.to("meta"), None, *options).shape
+    launch(b"convolution")
+    memory_format = choose_format(input, weight)
+    out = torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=memory_format)
+    if bias is not None:
+        out.add_(bias.view(1, -1, *[1] * (out.ndim - 2)))
+    return out
+
+
+def convolution_backward(
+    gradient: Tensor, input: Tensor, weight: Tensor, *options: object
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of a convolution's input, weight and bias, without values."""
+    of_input, of_weight, of_bias = options[-1]
+    found, memory_format = [], choose_format(input, weight)
+    for wanted, tensor in ((of_input, input), (of_weight, weight)):
+        if wanted:
+            launch(b"convolution, a gradient")
+        found.append(torch.empty_like(tensor, memory_format=memory_format) if wanted else None)
+    other = [d for d in range(gradient.ndim) if d != 1]
+    return (*found, gradient.sum(other) if of_bias else None)

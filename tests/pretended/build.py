@@ -36,7 +36,7 @@ CALLERS = (
 )
 # Functions of cuBLAS that are products, and launch a kernel or more.
 PRODUCT = re.compile(r"cublas.*(gemm|gemv|dot|trsm)", re.IGNORECASE)
-ENTRY_POINT = "[torch.backends]\npretended_cuda = tests.pretended.cudnn:replace\n"
+ENTRY_POINT = "[torch.backends]\npretended_cuda = tests.pretended.backend:load\n"
 # Bytes that a command and its children may take: comparisons read garbage, and a loop that follows
 # them could fill the machine.
 MEMORY = 6 * 2**30

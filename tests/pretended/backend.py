@@ -1,13 +1,16 @@
-"""PyTorch without cuDNN, in every process on the pretended CUDA runtime.
+"""What is replaced in PyTorch, in every process on the pretended CUDA runtime.
 
 cuDNN brings a CUDA runtime of its own, which is not the pretended one. Without it PyTorch would
 launch a kernel for each image of a convolution. Here a convolution is one launch, and its backward
 pass one for each gradient. Attention is FlashAttention, and BatchNorm is that of PyTorch.
 
-PyTorch calls `replace` at the end of its import, because build.py declares it as a backend.
+PyTorch calls `load` at the end of its import, because build.py declares it as a backend.
 """
 
 import ctypes
+import os
+import warnings
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,14 +22,35 @@ LIBRARY = torch.library.Library("aten", "IMPL")
 FORMAT_OF_BACKEND = torch._C._conv_determine_backend_memory_format
 
 
-def replace() -> None:
-    """Turn cuDNN off, and let convolutions launch what it launches."""
+def load() -> None:
+    """Replace cuDNN; with PRETENDED_ONES in the environment, also the numbers that are read."""
     torch.backends.cudnn.enabled = False
     torch.backends.cuda.enable_cudnn_sdp(False)
     # Compiled code has the strides of cuDNN's results too.
     torch._C._conv_determine_backend_memory_format = choose_format
-    for function in (convolution, convolution_backward):
-        LIBRARY.impl(function.__name__, function, "CUDA")
+    with warnings.catch_warnings():
+        # PyTorch warns that its own function is replaced.
+        warnings.simplefilter("ignore")
+        for function in (convolution, convolution_backward):
+            LIBRARY.impl(function.__name__, function, "CUDA")
+    if "PRETENDED_ONES" in os.environ:
+        for name in ("item", "tolist", "__float__"):
+            setattr(Tensor, name, read_ones(name))
+
+
+def read_ones(name: str) -> Callable[[Tensor], object]:
+    """Return a method that reads a tensor, and returns ones for real numbers on a CUDA device.
+
+    Programs that divide by a loss, or require a finite one, go on with it.
+    """
+    read = getattr(Tensor, name)
+
+    def method(tensor: Tensor) -> object:
+        found = read(tensor)
+        real = tensor.is_cuda and tensor.is_floating_point()
+        return read(torch.ones(tensor.shape)) if real else found
+
+    return method
 
 
 def choose_format(input: Tensor, weight: Tensor, backend: object = None) -> torch.memory_format:

@@ -1,0 +1,51 @@
+"""The GPU check runs whole on the pretended device: no stage fails because of its code."""
+
+import json
+
+import pytest
+
+from densefeed.tools.gpu_check import NAMES
+
+from . import build
+
+# The stages' own limits are those of a GPU, and a busy machine may need longer.
+CHECK = """
+import sys
+from pathlib import Path
+from densefeed.tools import gpu_check
+gpu_check.STAGES = tuple(stage._replace(limit=900) for stage in gpu_check.STAGES)
+gpu_check.main(gpu_check.GpuCheck(out=Path(sys.argv[1]), seconds=2400, small=True))
+"""
+STEP = (
+    "benchmarks.step --model lvvit_micro --size 64 --batch 4 --classes 10 --steps 1 --rounds 1 "
+    "--objective token-label --modes compiled whole captured --device cuda"
+)
+
+
+@pytest.fixture
+def run(runtime, monkeypatch):
+    """`run(WORDS)` runs a command that reads 1 wherever it reads a real number of the device.
+
+    Benchmarks divide by losses and require finite ones.
+    """
+    monkeypatch.setenv("PRETENDED_ONES", "1")
+    return lambda *words: build.run(words, runtime, seconds=2400)
+
+
+@pytest.mark.slow
+def test_every_stage_of_the_gpu_check_ends(run, tmp_path):
+    done = run("-c", CHECK, tmp_path / "out")
+    log = (tmp_path / "out" / "log.txt").read_text()
+    stages = json.loads((tmp_path / "out" / "results.json").read_text())["stages"]
+    states = {name: stage["state"] for name, stage in stages.items()}
+    assert (done.code, states) == (0, dict.fromkeys(NAMES, "done")), log + done.stderr
+
+
+@pytest.mark.slow
+def test_the_compiled_steps_of_the_gpu_check_end(run, tmp_path):
+    """The small stages measure the step in eager mode alone."""
+    done = run("-m", *STEP.split(), "--results", tmp_path / "rows.csv")
+    assert done.code == 0, done.stderr[-6000:]
+    rows = (tmp_path / "rows.csv").read_text()
+    for mode in ("compiled", "whole", "captured"):
+        assert f"step ours+labels, {mode}" in rows

@@ -11,7 +11,8 @@ import gc
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 from unittest import mock
@@ -40,11 +41,12 @@ class Job(NamedTuple):
     """Something to run and to watch.
 
     `steady` trains, and watches steps in its second epoch; `whole` trains, and watches all of it;
-    `step` watches a batch and a step of a recipe.
+    `step` watches the first steps of a recipe, and then a batch and a step; `calls` makes each call
+    that a steady step must not make.
     """
 
     name: str
-    kind: Literal["steady", "whole", "step"]
+    kind: Literal["steady", "whole", "step", "calls"]
     config: dict | None = None  # of Config, for a training
     recipe: str = ""
     images: int = 4  # a batch of the recipe
@@ -54,25 +56,56 @@ class Job(NamedTuple):
 def run_job(job: Job) -> dict:
     """Run a job; return its counts, and where the calls were made that a steady step must not make.
 
-    A training also returns the bytes that PyTorch has reserved after each epoch.
+    A training also returns the bytes that PyTorch has reserved after each epoch, and a steady one
+    what its last evaluation does.
     """
+    if job.kind == "calls":
+        return make_calls()
     if job.kind == "step":
         halves = count(Steps(job.recipe, job.images, **job.options or {}))
         return {name: summarize(seen) for name, seen in halves.items()}
-    config, reserved = Config.from_dict(job.config), []
+    config, reserved, evaluated = Config.from_dict(job.config), [], Seen()
     with ExitStack() as stack:
         seen = stack.enter_context(watch()) if job.kind == "whole" else watch_steps(stack)
         stack.enter_context(without_judges())
         evaluate = training.evaluate
 
         def note(*args: object) -> dict:
-            result = evaluate(*args)
+            nonlocal evaluated
+            with nullcontext(evaluated) if job.kind == "whole" else watch() as evaluated:
+                result = evaluate(*args)
             reserved.append(torch.cuda.memory_reserved(config.run.device))
             return result
 
         stack.enter_context(mock.patch.object(training, "evaluate", note))
         training.train(config)
-    return summarize(seen) | {"reserved": reserved}
+    return summarize(seen) | {"reserved": reserved, "evaluation": summarize(evaluated)}
+
+
+def make_calls() -> dict:
+    """Make calls that wait, allocate or capture, each of which must be found."""
+    one, stream = torch.ones(1, device="cuda"), torch.cuda.Stream()
+    calls = {
+        "item": one.item,
+        "synchronize": torch.cuda.synchronize,
+        "event": stream.record_event().synchronize,
+        "allocation": lambda: torch.empty(2**28, device="cuda"),
+        "pinned allocation": lambda: torch.empty(2**20, pin_memory=True),
+        "large copy": lambda: torch.empty(2**20).to("cuda", non_blocking=True),
+        "mask": lambda: one[one > 0],
+        "capture": partial(capture, one),
+    }
+    found = {}
+    for name, call in calls.items():
+        with watch() as seen:
+            call()
+        found[name] = summarize(seen)["calls"]
+    return found
+
+
+def capture(tensor: torch.Tensor) -> None:
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        tensor.add(1)
 
 
 def summarize(seen: Seen) -> dict:

@@ -3,6 +3,7 @@
     python -m tests.pretended.steps lvvit_s_224_token_label
     python -m tests.pretended.steps lvvit_s_224_token_label --compile graph
     python -m tests.pretended.steps deit_s_224_token_label mixtoken=False --kernels 20 --where
+    python -m tests.pretended.steps lvvit_s_224_token_label --profile 30
 
 The step runs on the pretended CUDA runtime (runtime.cpp), so numbers of launches, copies and waits
 are exact, and kernels take no time. Convolutions count as one launch. Times are of the processor,
@@ -12,9 +13,11 @@ all threads together; what the real CUDA driver takes for a launch, a few micros
 
 import argparse
 import ast
+import cProfile
 import gc
 import hashlib
 import os
+import pstats
 import sys
 import tempfile
 import time
@@ -129,13 +132,14 @@ class Steps:
 
 
 def count(steps: Steps) -> dict[str, Any]:
-    """Return what the two halves of a step do, as counting.Seen, after the first steps."""
+    """Return what the first steps do, and then the two halves of one, as counting.Seen."""
     from .counting import watch
 
-    for _ in range(WARM_UP):
-        steps.next_batch()
-        steps.train()
     found = {}
+    with watch() as found["first"]:
+        for _ in range(WARM_UP):
+            steps.next_batch()
+            steps.train()
     for name, half in steps.halves.items():
         with watch() as found[name]:
             half()
@@ -155,6 +159,17 @@ def measure(steps: Steps, rounds: int) -> dict[str, list[float]]:
     # Triton prints at exit which of its objects were not freed.
     gc.unfreeze()
     return {name: sorted(times) for name, times in found.items()}
+
+
+def profile(steps: Steps, rounds: int, functions: int) -> None:
+    """Print the functions in which the host spends most time, which the profiler lengthens."""
+    profiler = cProfile.Profile()
+    with profiler:
+        for _ in range(rounds):
+            steps.next_batch()
+            steps.train()
+    print(f"\nProfile of {rounds} steps:")
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(functions)
 
 
 def show(name: str, seen: Any, times: list[float], kernels: int, where: bool) -> None:
@@ -201,10 +216,11 @@ def main() -> None:
     parser.add_argument("recipe", help="a recipe of train.py")
     parser.add_argument("options", nargs="*", help="options of the recipe, as name=value")
     parser.add_argument("--compile", default="never", help="as of train.py")
-    parser.add_argument("--batch", type=int, default=256, help="images; no launch depends on it")
+    parser.add_argument("--batch", type=int, default=256, help="images of a batch")
     parser.add_argument("--rounds", type=int, default=20, help="steps that are timed")
     parser.add_argument("--kernels", type=int, default=0, help="print so many kernels of each half")
     parser.add_argument("--where", action="store_true", help="print who copies, waits, allocates")
+    parser.add_argument("--profile", type=int, default=0, help="print so many Python functions")
     given = parser.parse_args()
     if "PRETENDED_RUNTIME" not in os.environ:
         sys.exit(restart())
@@ -212,8 +228,10 @@ def main() -> None:
     steps = Steps(given.recipe, given.batch, **options)
     found = count(steps)
     times = measure(steps, given.rounds) if given.rounds else {}
-    for name, seen in found.items():
-        show(name, seen, times.get(name, []), given.kernels, given.where)
+    for name in steps.halves:
+        show(name, found[name], times.get(name, []), given.kernels, given.where)
+    if given.profile:
+        profile(steps, given.rounds, given.profile)
 
 
 def restart() -> int:

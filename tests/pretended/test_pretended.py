@@ -8,6 +8,8 @@ import json
 import pytest
 import torch
 
+from densefeed import recipes
+
 from . import build
 
 # The most launches outside of CUDA graphs that a batch (copy and augmentation) and a step (losses,
@@ -15,9 +17,9 @@ from . import build
 # fewer; `python -m tests.pretended.steps RECIPE --compile MODE --kernels 20` names them.
 RECIPE, IMAGES = "lvvit_s_224_token_label", 256
 LAUNCHES = {
-    "never": {"batch": 596, "step": 1438},
-    "blocks": {"batch": 596, "step": 988},
-    "graph": {"batch": 596, "step": 43},
+    "never": {"batch": 7, "step": 1437},
+    "blocks": {"batch": 7, "step": 990},
+    "graph": {"batch": 7, "step": 43},
 }
 # They are those of this release of PyTorch.
 MEASURED = "2.15."
@@ -34,7 +36,8 @@ TRAININGS = {
 }
 # Compiling takes minutes.
 SLOW = ("blocks", "graph")
-LIMIT, SLOW_LIMIT = 300, 900
+LIMIT, SLOW_LIMIT = 600, 2400
+RECIPES = [recipe.__name__ for recipe in recipes.RECIPES]
 
 
 def mark_slow(names):
@@ -45,10 +48,14 @@ def mark_slow(names):
 def result(runtime, run_once, tmp_path, request):
     """`result(NAME)` returns what a job did (runs.py); those that compile nothing share a process.
 
-    A name is a training's, `cuda:1`, or `launches MODE`.
+    A name is a training's, a recipe's, `cuda:1`, `calls` or `launches MODE`.
     """
 
     def describe(name):
+        if name == "calls":
+            return {"name": name, "kind": name}
+        if name in RECIPES:
+            return {"name": name, "kind": "step", "recipe": name, "options": {"compile": "never"}}
         if name.startswith("launches"):
             fields = {"recipe": RECIPE, "images": IMAGES, "options": {"compile": name.split()[1]}}
             return {"name": name, "kind": "step"} | fields
@@ -62,25 +69,65 @@ def result(runtime, run_once, tmp_path, request):
     def run(names):
         jobs, found = tmp_path / "jobs.json", tmp_path / "results.json"
         jobs.write_text(json.dumps([describe(name) for name in names]))
-        limit = SLOW_LIMIT if names[0].endswith(SLOW) else LIMIT
+        limit = SLOW_LIMIT if names is RECIPES or names[0].endswith(SLOW) else LIMIT
         done = build.run(["-m", "tests.pretended.runs", jobs, found], runtime, limit, devices=2)
         assert done.code == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
         return json.loads(found.read_text())
 
     def get(name):
         # The second device last: it remains the current one.
-        fast = [n for n in TRAININGS if n not in SLOW] + ["launches never", "cuda:1"]
-        names = [name] if name.endswith(SLOW) else fast
+        fast = [*(n for n in TRAININGS if n not in SLOW), "launches never", "calls", "cuda:1"]
+        names = RECIPES if name in RECIPES else [name] if name.endswith(SLOW) else fast
         return run_once(names[0].replace(" ", "-"), lambda: run(names))[name]
 
     return get
+
+
+def write_calls(seen):
+    return "".join(f"\n{n} x {text}" for text, n in seen["calls"].items())
 
 
 @pytest.mark.parametrize("name", mark_slow(TRAININGS))
 def test_steady_steps_neither_wait_nor_allocate_nor_capture(result, name):
     seen = result(name)
     assert seen["counts"]["launch"] > 0
-    assert seen["calls"] == {}
+    assert not seen["calls"], write_calls(seen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("half", ["batch", "step"])
+def test_steps_of_all_recipes_neither_wait_nor_allocate(result, recipe, half):
+    seen = result(recipe)[half]
+    assert seen["counts"]["launch"] > 0
+    assert not seen["calls"], write_calls(seen)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("item", "cudaStreamSynchronize"),
+        ("synchronize", "cudaDeviceSynchronize"),
+        ("event", "cudaEventSynchronize"),
+        ("allocation", "cudaMalloc"),
+        ("pinned allocation", "cudaHostAlloc"),
+        ("large copy", "large copy from pageable memory"),
+        ("mask", "cudaStreamSynchronize"),
+        ("capture", "cudaStreamBeginCapture"),
+    ],
+)
+def test_calls_that_a_steady_step_must_not_make_are_found(result, name, call):
+    found = [text for text in result("calls")[name] if text.startswith(f"{call} at ")]
+    assert found
+    assert all("tests/pretended/runs.py:" in text for text in found)
+
+
+def test_an_evaluation_waits_once_for_each_model(result):
+    """It has the model and its EMA; what it waits for is the sums of their metrics."""
+    seen = result("eager")["evaluation"]
+    waits = {text: n for text, n in seen["calls"].items() if "Synchronize at " in text}
+    assert sum(waits.values()) == 2, write_calls(seen)
+    assert all("densefeed/training/evaluation.py" in text for text in waits), write_calls(seen)
 
 
 @pytest.mark.parametrize("name", mark_slow(["eager", "blocks", "graph"]))
@@ -104,7 +151,15 @@ def test_a_training_on_the_second_device_leaves_the_first_alone(result):
 @pytest.mark.parametrize("mode", mark_slow(LAUNCHES))
 def test_launches_of_a_step_do_not_increase(result, mode):
     halves = result(f"launches {mode}")
-    launches = {half: seen["counts"]["launch"] for half, seen in halves.items()}
+    launches = {half: halves[half]["counts"]["launch"] for half in LAUNCHES[mode]}
     assert all(launches[half] <= most for half, most in LAUNCHES[mode].items()), launches
-    graphs = [seen["counts"].get("graph launch", 0) for seen in halves.values()]
-    assert graphs == [0, 2 if mode == "graph" else 0]
+
+
+@pytest.mark.slow
+def test_a_captured_step_is_a_graph_of_each_pass(result):
+    """Nothing is launched beside a capture, which the graph would lack."""
+    halves = result("launches graph")
+    first, step = halves["first"]["counts"], halves["step"]["counts"]
+    assert (first["cudaStreamBeginCapture"], step["graph launch"]) == (2, 2)
+    assert "work beside a capture" not in first
+    assert step["kernels in graphs"] > step["launch"]

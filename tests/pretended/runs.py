@@ -10,7 +10,7 @@ this device they have no meaning.
 import gc
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -118,24 +118,29 @@ def watch_steps(stack: ExitStack) -> Seen:
     Each ends where the next update begins, so all that happens between two updates is seen.
     """
     seen, window, loaders = Seen(), ExitStack(), []
-    update, setup_run = training.update, training.setup_run
+    choose_update, setup_run = training.choose_update, training.setup_run
 
     def set_up(*args: object) -> Run:
         run = setup_run(*args)
         loaders.append(run.loader)
         return run
 
-    def watched(student: Student, ranks: Ranks, step: int, losses: list) -> tuple:
-        at = step - len(loaders[0])
-        if at == FIRST:
-            window.enter_context(watch(seen))
-        if at == FIRST + STEADY:
-            window.close()
-        return update(student, ranks, step, losses)
+    def choose(*given: object) -> Callable:
+        update = choose_update(*given)
+
+        def watched(student: Student, ranks: Ranks, step: int, losses: list) -> tuple:
+            at = step - len(loaders[0])
+            if at == FIRST:
+                window.enter_context(watch(seen))
+            if at == FIRST + STEADY:
+                window.close()
+            return update(student, ranks, step, losses)
+
+        return watched
 
     stack.push(window)
     stack.enter_context(mock.patch.object(training, "setup_run", set_up))
-    stack.enter_context(mock.patch.object(training, "update", watched))
+    stack.enter_context(mock.patch.object(training, "choose_update", choose))
     return seen
 
 

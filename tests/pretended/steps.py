@@ -30,7 +30,7 @@ from . import build
 
 CLASSES, MAP_SIDE, TOP_K, PALETTE = 1000, 18, 5, 40
 # Steps before the first that is counted: PyTorch runs a graph once, captures it, and replays it.
-WARM_UP = 4
+WARM_UP = 6
 SECONDS = 1500
 
 
@@ -90,6 +90,7 @@ class Steps:
         from densefeed.system.devices import choose_device
         from densefeed.system.options import with_options
         from densefeed.training.build import autocast_dtype, build_model
+        from densefeed.training.captured_update import choose_update
         from densefeed.training.monitor import TrainMonitor
         from densefeed.training.ranks import Ranks
         from densefeed.training.setup import build_trainable
@@ -107,6 +108,7 @@ class Steps:
         trainable, nothing = self.student.trainable.train(), torch.zeros(2, dtype=torch.float64)
         self.inputs = StepInputs(config, ranks, loader, objective, trainable, dtype)
         self.monitor = TrainMonitor(config, ranks, self.student, self.inputs, nothing, skips=0)
+        self.update = choose_update(config.run.compile, ranks)
         self.config, self.step = config, 0
         self._batches = self.inputs.batches(0, 0)
 
@@ -115,14 +117,11 @@ class Steps:
 
     def train(self) -> None:
         from densefeed.training.schedule import learning_rate
-        from densefeed.training.student import update
 
-        for group in self.student.optimizer.param_groups:
-            group["lr"] = learning_rate(
-                self.config.optim, self.step, self.inputs.loader.plan.batches
-            )
+        batches = self.inputs.loader.plan.batches
+        self.student.set_rate(learning_rate(self.config.optim, self.step, batches))
         losses = self.inputs.losses(self.student.network, self._parts, 0, self.step)
-        loss, _ = update(self.student, self.inputs.ranks, self.step, losses)
+        loss, _ = self.update(self.student, self.inputs.ranks, self.step, losses)
         self.monitor.add(loss)
         self.step += 1
 

@@ -159,7 +159,7 @@ def test_a_cpu_needs_no_triton():
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="needs the compiler")
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [80, 90, pytest.param(100, marks=pytest.mark.slow)])
 def test_compiles_without_a_gpu(capability):
     """To the binary, ptxas included, which finds errors that the interpreter accepts."""
     from triton.backends.compiler import GPUTarget

@@ -29,7 +29,8 @@ from typing import Any
 from . import build
 
 CLASSES, MAP_SIDE, TOP_K, PALETTE = 1000, 18, 5, 40
-# Steps before the first that is counted: PyTorch runs a graph once, captures it, and replays it.
+# Steps before the first that is counted. The fourth is captured, and the fifth allocates what the
+# capture holds.
 WARM_UP = 6
 SECONDS = 1500
 

@@ -127,7 +127,12 @@ def write_library(folder: Path, source: str, library: str, wanted: set[str]) -> 
     defined = set(re.findall(r"^API [^(]*?(\w+)\(", text, re.MULTILINE))
     stubs = folder / f"{source}_stubs.c"
     stubs.write_text(write_stubs(sorted(wanted - defined), counted=source == "runtime"))
-    headers = [f"-I{path}" for path in find_headers()]
+    # With PyTorch 2.11 comes cuda_fp16.h without this header, whose macros choose device code.
+    (folder / "nv").mkdir(exist_ok=True)
+    macros = ("NV_IF_TARGET", "NV_IF_ELSE_TARGET", "NV_DISPATCH_TARGET")
+    text = "".join(f"#define {macro}(...)\n" for macro in macros)
+    (folder / "nv/target").write_text(text)
+    headers = [*(f"-I{path}" for path in find_headers()), f"-idirafter{folder}"]
     unfinished = folder / f"{library}.part"
     objects = stubs.with_suffix(".o")
     compile_c = ["gcc", "-O1", "-fPIC", "-w", "-c", stubs, "-o", objects]

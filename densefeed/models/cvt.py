@@ -113,11 +113,14 @@ class Block(nn.Module):
         self.norm1, self.norm2 = norm(dim), norm(dim)
         self.attn = ConvAttention(dim, num_heads, drloc)
         self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=nn.GELU if drloc else QuickGELU)
-        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
+        # Two, as in timm's blocks: a compiled step draws a mask for each module.
+        self.drop_path1, self.drop_path2 = (
+            DropPath(drop_path) if drop_path else nn.Identity() for _ in range(2)
+        )
 
     def forward(self, x_NTD: Tensor, grid: Grid) -> Tensor:
-        x_NTD = x_NTD + self.drop_path(self.attn(self.norm1(x_NTD), grid))
-        return x_NTD + self.drop_path(self.mlp(self.norm2(x_NTD)))
+        x_NTD = x_NTD + self.drop_path1(self.attn(self.norm1(x_NTD), grid))
+        return x_NTD + self.drop_path2(self.mlp(self.norm2(x_NTD)))
 
 
 class Embedding(nn.Module):

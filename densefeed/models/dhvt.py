@@ -202,11 +202,14 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(dim, eps=1e-6), nn.LayerNorm(dim, eps=1e-6)
         self.attn, self.feed_forward = attn, feed_forward
-        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
+        # Two, as in timm's blocks: a compiled step draws a mask for each module.
+        self.drop_path1, self.drop_path2 = (
+            DropPath(drop_path) if drop_path else nn.Identity() for _ in range(2)
+        )
 
     def forward(self, x_NTD: Tensor, grid: Grid) -> Tensor:
-        x_NTD = x_NTD + self.drop_path(self.attn(self.norm1(x_NTD)))
-        return x_NTD + self.drop_path(self.feed_forward(self.norm2(x_NTD), grid))
+        x_NTD = x_NTD + self.drop_path1(self.attn(self.norm1(x_NTD)))
+        return x_NTD + self.drop_path2(self.feed_forward(self.norm2(x_NTD), grid))
 
 
 def check_options(norms: Sequence[str], embedding: str, feed_forward: str, aggregate: str) -> None:

@@ -131,13 +131,17 @@ class Block(nn.Module):
         self.attn = Attention(dim, num_heads, qkv_bias)
         # GELU is timm's default here, and both layers have a bias, as published.
         self.mlp = Mlp(dim, int(dim * mlp_ratio))
-        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
+        # Two, as in timm's blocks: a compiled step draws a mask for each module.
+        self.drop_path1, self.drop_path2 = (
+            DropPath(drop_path) if drop_path else nn.Identity() for _ in range(2)
+        )
         self.residual_divisor, self.post_norm = residual_divisor, post_norm
 
     def forward(self, x_NTD: Tensor) -> Tensor:
-        for branch, norm in ((self.attn, self.norm1), (self.mlp, self.norm2)):
+        branches = (self.attn, self.norm1, self.drop_path1), (self.mlp, self.norm2, self.drop_path2)
+        for branch, norm, drop_path in branches:
             branch_NTD = branch(x_NTD if self.post_norm else norm(x_NTD))
-            x_NTD = x_NTD + self.drop_path(branch_NTD) / self.residual_divisor
+            x_NTD = x_NTD + drop_path(branch_NTD) / self.residual_divisor
             x_NTD = norm(x_NTD) if self.post_norm else x_NTD
         return x_NTD
 

@@ -1,14 +1,14 @@
 """torch.compile modes of a step."""
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 
 import torch
 from timm.layers import DropPath
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo
 
-from densefeed.objectives.base import objective_loss, step_loss
+from densefeed.objectives.base import Objective, StepContext, objective_loss, step_loss
+from densefeed.pipelines.batch import Batch
 from densefeed.system.devices import tag_compiled_code
 from densefeed.training.ranks import Ranks
 
@@ -28,12 +28,42 @@ class SharedDropPath(nn.Module):
         super().__init__()
         self.scale_by_keep = of.scale_by_keep
         self.register_buffer("keep", torch.tensor(1 - of.drop_prob), persistent=False)
+        # What `DropPathMasks` drew for the next forward pass, `[N]`.
+        self.mask_N: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return x
-        kept = torch.bernoulli(self.keep.expand(x.shape[0], *[1] * (x.ndim - 1)))
-        return x * (kept / self.keep if self.scale_by_keep else kept).to(x.dtype)
+        mask_N = self.mask_N
+        if mask_N is None or len(mask_N) != len(x):
+            mask_N = torch.bernoulli(self.keep.expand(len(x)))
+            mask_N = mask_N / self.keep if self.scale_by_keep else mask_N
+        return x * mask_N.view(-1, *[1] * (x.ndim - 1)).to(x.dtype)
+
+
+class DropPathMasks:
+    """Draws the masks of SharedDropPaths in one call, instead of three kernels for each.
+
+    Each of them has one mask, so it must be called once per forward pass.
+    """
+
+    def __init__(self, paths: Sequence[SharedDropPath]) -> None:
+        self.paths = paths
+        self.keep_L1 = self.scale_L1 = None
+        if paths:
+            self.keep_L1 = torch.stack([path.keep for path in paths])[:, None]
+            scaled = [path.keep if path.scale_by_keep else path.keep.new_ones(()) for path in paths]
+            self.scale_L1 = torch.stack(scaled)[:, None]
+
+    def draw(self, images: int) -> None:
+        """Draw the masks of a forward pass of `images` images from torch's generator."""
+        if not self.paths:
+            return
+        # Every row begins at a multiple of 16 bytes: the compiler copies other inputs first.
+        columns = -(-images // 4) * 4
+        mask_LN = torch.bernoulli(self.keep_L1.expand(-1, columns)) / self.scale_L1
+        for path, mask_N in zip(self.paths, mask_LN[:, :images].unbind(), strict=True):
+            path.mask_N = mask_N
 
 
 def get_networks(trainable: nn.Module) -> tuple[nn.Module, ...]:
@@ -62,16 +92,43 @@ def compile_step(mode: str, trainable: nn.Module) -> Callable[..., Tensor]:
     # Networks without blocks, such as timm's ResNets, are compiled whole.
     if mode in ("whole", "graph") or not has_blocks:
         return torch.compile(step_loss, dynamic=False)
+    return compile_blocks(trainable, [block for network in networks for block in network.blocks])
+
+
+def compile_blocks(trainable: nn.Module, blocks: Sequence[nn.Module]) -> Callable[..., Tensor]:
+    """Compile blocks and the loss; return `step_loss`, which prepares what all blocks read."""
     device = next(trainable.parameters()).device
-    for block in (block for network in networks for block in network.blocks):
-        share_drop_path(block, device)
+    masks = DropPathMasks([path for block in blocks for path in share_drop_path(block, device)])
+    for block in blocks:
         block.compile(dynamic=False)
-    return partial(step_loss, measure=torch.compile(objective_loss, dynamic=False))
+    measure = torch.compile(objective_loss, dynamic=False)
+
+    def compute(
+        objective: Objective,
+        network: nn.Module,
+        batch: Batch,
+        step: StepContext,
+        dtype: torch.dtype | None,
+    ) -> Tensor:
+        masks.draw(len(batch.image))
+        return step_loss(objective, network, batch, step, dtype, measure)
+
+    return compute
 
 
-def share_drop_path(block: nn.Module, device: torch.device) -> None:
-    """Replace every DropPath of a block by a SharedDropPath."""
+def share_drop_path(block: nn.Module, device: torch.device) -> list[SharedDropPath]:
+    """Replace every DropPath of a block by a SharedDropPath.
+
+    Returns those that are called once per forward pass.
+    """
+    single = []
     # A list, because replacing a module changes what named_modules walks.
     for name, part in list(block.named_modules()):
         if isinstance(part, DropPath):
-            block.set_submodule(name, SharedDropPath(part).to(device).train(part.training))
+            shared = SharedDropPath(part).to(device).train(part.training)
+            block.set_submodule(name, shared)
+            # timm numbers the modules of a block that has one for each branch. A `drop_path` may be
+            # called for all branches, as in CaiT, and then draws a mask for each.
+            if name[-1].isdigit():
+                single.append(shared)
+    return single

@@ -118,7 +118,7 @@ def test_output_equals_the_reference(drloc, size):
 def test_a_training_step_lowers_the_loss_and_only_the_last_stage_has_drop_path(drloc):
     model = small(drloc, drop_path_rate=0.1)
     rates = [
-        [getattr(block.drop_path, "drop_prob", 0.0) for block in stage.blocks]
+        [getattr(block.drop_path2, "drop_prob", 0.0) for block in stage.blocks]
         for stage in model.stages
     ]
     assert rates == [[0.0], [0.0, 0.0], [0.0, 0.1]]

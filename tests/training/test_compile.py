@@ -1,7 +1,9 @@
 """Number of compilations of a step; its code in PyTorch's cache."""
 
+import copy
 import os
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -9,10 +11,18 @@ import torch
 from timm.layers import DropPath
 
 from densefeed.models.agent_cnn import make_agent
+from densefeed.objectives.base import StepContext
 from densefeed.objectives.bootstrapping import JointModel
 from densefeed.objectives.drloc import LocalizedModel
+from densefeed.pipelines.mixing import MixOptions
 from densefeed.system.devices import tag_compiled_code
-from densefeed.training.compile import SharedDropPath, compile_step, get_networks
+from densefeed.training.compile import (
+    DropPathMasks,
+    SharedDropPath,
+    compile_step,
+    get_networks,
+    share_drop_path,
+)
 
 
 @pytest.mark.parametrize("name", ["lvvit_micro", "dhvt_tiny_cifar_patch4"])
@@ -86,6 +96,81 @@ def test_drop_path_rate_matches_timm(scale):
     assert torch.equal(seen, seen[:, :1, :1].expand_as(seen))
     assert (seen[:, 0, 0] == 0).float().mean().item() == pytest.approx(0.3, abs=0.012)
     assert ours.eval()(x) is x
+
+
+class Squares:
+    """An objective without labels: the mean square of the logits."""
+
+    setting = SimpleNamespace(mix=MixOptions(mixtoken=False))
+
+    def forward(self, network, image, batch, step):
+        return network(image)
+
+    def loss(self, output, batch, step):
+        return output.square().mean()
+
+
+def compiled_step(model):
+    """A step of `--compile blocks`, as a function of the images."""
+    compute = compile_step("blocks", model)
+    context = StepContext(None, 4, None)
+    return lambda image: compute(Squares(), model, SimpleNamespace(image=image), context, None)
+
+
+def test_masks_of_a_step_are_drawn_before_it(monkeypatch):
+    """The step equals that of the uncompiled network with these masks; each step has others."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = timm.create_model(
+        "lvvit_micro",
+        depth=3,
+        embed_dim=24,
+        drop_path_rate=0.5,
+        img_size=32,
+        num_classes=3,
+        token_head=False,
+    ).train()
+    step, image, seen = compiled_step(model), torch.randn(6, 3, 32, 32), []
+    for seed in (0, 1, 0):
+        torch.manual_seed(seed)
+        loss = step(image)
+        paths = [part for part in model.modules() if isinstance(part, SharedDropPath)]
+        seen.append(torch.stack([path.mask_N for path in paths]))
+        eager = copy.deepcopy(model)
+        for block in eager.blocks:
+            block._compiled_call_impl = None
+        torch.testing.assert_close(loss, eager(image).square().mean())
+    assert torch.equal(seen[0], seen[2])
+    assert not torch.equal(seen[0], seen[1])
+    # rates 0.25 and 0.5, two branches each, which drop different images
+    keep = torch.tensor([[0.75], [0.75], [0.5], [0.5]])
+    assert torch.equal(seen[0] * keep, (seen[0] > 0).float())
+    assert len({tuple(row) for row in (torch.stack(seen) > 0).flatten(0, 1).tolist()}) > 4
+    # blocks with drop-path, the one without, and the loss
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
+
+
+def test_masks_of_a_step_have_the_rates_of_drop_path():
+    """With 20,000 samples; the standard deviation of a share is 0.003."""
+    paths = [SharedDropPath(DropPath(*of)) for of in ((0.1, True), (0.6, True), (0.3, False))]
+    DropPathMasks(paths).draw(20_001)
+    for path, kept, scale in zip(paths, (0.9, 0.4, 0.7), (1 / 0.9, 2.5, 1.0), strict=True):
+        assert path.mask_N.shape == (20_001,)
+        assert (path.mask_N > 0).float().mean().item() == pytest.approx(kept, abs=0.012)
+        torch.testing.assert_close(path.mask_N.amax().item(), scale)
+        # another number of images, as in the evaluation of a model in training mode
+        assert path(torch.ones(3, 2)).shape == (3, 2)
+
+
+def test_a_drop_path_of_two_branches_draws_for_each():
+    """CaiT's blocks call one module for both branches."""
+    model = timm.create_model("cait_xxs24_224", drop_path_rate=0.5, depth=2, img_size=32)
+    shared = [share_drop_path(block, torch.device("cpu")) for block in model.blocks]
+    assert not any(shared)
+    assert isinstance(model.blocks[1].drop_path, SharedDropPath)
+    vit = timm.create_model("test_vit", drop_path_rate=0.5)
+    assert len(share_drop_path(vit.blocks[-1], torch.device("cpu"))) == 2
 
 
 # Not monkeypatch, which would leave a config without the option.

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from timm.layers import DropPath
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo
@@ -10,6 +11,7 @@ from torch._dynamo import config as dynamo
 from densefeed.objectives.base import Objective, StepContext, objective_loss, step_loss
 from densefeed.pipelines.batch import Batch
 from densefeed.system.devices import tag_compiled_code
+from densefeed.training.mixed_linear import WeightCopies
 from densefeed.training.ranks import Ranks
 
 # Compilations of one function, at the least. Each input size compiles a block twice, with drop-path
@@ -99,6 +101,9 @@ def compile_blocks(trainable: nn.Module, blocks: Sequence[nn.Module]) -> Callabl
     """Compile blocks and the loss; return `step_loss`, which prepares what all blocks read."""
     device = next(trainable.parameters()).device
     masks = DropPathMasks([path for block in blocks for path in share_drop_path(block, device)])
+    # A CPU has no launches to save.
+    alone = not (dist.is_available() and dist.is_initialized())
+    copies = WeightCopies(blocks if device.type == "cuda" else (), by_image=alone)
     for block in blocks:
         block.compile(dynamic=False)
     measure = torch.compile(objective_loss, dynamic=False)
@@ -110,7 +115,9 @@ def compile_blocks(trainable: nn.Module, blocks: Sequence[nn.Module]) -> Callabl
         step: StepContext,
         dtype: torch.dtype | None,
     ) -> Tensor:
-        masks.draw(len(batch.image))
+        images = len(batch.image)
+        masks.draw(images)
+        copies.update(dtype, images)
         return step_loss(objective, network, batch, step, dtype, measure)
 
     return compute

@@ -1,0 +1,151 @@
+"""Linear layers of compiled regions on a GPU, with fewer launches for casts and sums.
+
+Under autocast every layer casts its weight, and its gradient back: 11 launches for a block of
+LV-ViT. Here one foreach operation casts all weights, and a product writes the gradient of a weight
+in float32. The gradient of a bias is a sum over all rows, which takes two kernels; here it is
+summed over the tokens of each image, together with what computes it, and over images at the end.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+# R rows of the input   I inputs   O outputs   N images
+
+
+def float32_product(a: Tensor, b: Tensor) -> Tensor:
+    """Return the product of two matrices of 16 bits in float32, the dtype that it is summed in."""
+    # Only CUDA has products with an output of another dtype.
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+
+
+class LinearProduct(torch.autograd.Function):
+    """`F.linear` with copies of the weight and the bias; the originals get float32 gradients.
+
+    With `bias_NO` the gradient of the bias is that tensor's: sums of each image.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight_OI, bias_O, low_weight_OI, low_bias_O, bias_NO):
+        ctx.save_for_backward(x, low_weight_OI)
+        ctx.images = None if bias_NO is None else len(bias_NO)
+        return F.linear(x, low_weight_OI, low_bias_O)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, low_weight_OI = ctx.saved_tensors
+        grad_RO, x_RI = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        grads = [None] * 6
+        if ctx.needs_input_grad[0]:
+            grads[0] = grad @ low_weight_OI
+        if ctx.needs_input_grad[1]:
+            grads[1] = float32_product(grad_RO.T, x_RI)
+        if ctx.needs_input_grad[2]:
+            grads[2] = grad_RO.sum(0, dtype=torch.float32)
+        if ctx.needs_input_grad[5]:
+            # One kernel, which inductor fuses with what makes the gradient. The sum over all rows
+            # would be two, and read the gradient again.
+            grad_NTO = grad_RO.unflatten(0, (ctx.images, -1))
+            grads[5] = grad_NTO.sum(1, dtype=torch.float32)
+        return tuple(grads)
+
+
+class ImageBiases(torch.autograd.Function):
+    """Hand out biases once per image; add up their gradients in one pass over all of them."""
+
+    @staticmethod
+    def forward(ctx, images, *biases):
+        ctx.set_materialize_grads(False)
+        return tuple(bias_O.expand(images, -1) for bias_O in biases)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        given = [grad_NO for grad_NO in grads if grad_NO is not None]
+        if not given:
+            return None, *grads
+        sums = torch.cat(given, 1).sum(0).split([grad_NO.shape[1] for grad_NO in given])
+        rest = iter(sums)
+        return None, *(None if grad is None else next(rest) for grad in grads)
+
+
+class MixedLinear(nn.Linear):
+    """A linear layer that computes with the copies of `WeightCopies`, where there are any.
+
+    It takes the parameters of `of`. Copies are no buffers, and in no state dict.
+    """
+
+    def __init__(self, of: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = of.in_features, of.out_features
+        self.weight, self.bias = of.weight, of.bias
+        self.low_weight: Tensor | None = None
+        self.low_bias: Tensor | None = None
+        self.image_bias: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Evaluation comes after an update, which the copies have not seen.
+        if self.low_weight is None or not torch.is_grad_enabled():
+            return super().forward(x)
+        bias, image_bias = self.bias, self.image_bias
+        # Rows that are no multiple of the images cannot be summed by image.
+        if image_bias is not None and x.numel() // x.shape[-1] % len(image_bias) == 0:
+            bias = None
+        else:
+            image_bias = None
+        x = x.to(self.low_weight.dtype)
+        return LinearProduct.apply(x, self.weight, bias, self.low_weight, self.low_bias, image_bias)
+
+
+class WeightCopies:
+    """The copies of the weights of linear layers in autocast's dtype, cast in one operation.
+
+    Args:
+        regions: modules whose layers of class `nn.Linear` become `MixedLinear`.
+        by_image: whether gradients of biases are summed over images at the end of the backward
+            pass. DDP, which averages gradients while others are computed, would have to wait.
+    """
+
+    def __init__(self, regions: Iterable[nn.Module], by_image: bool) -> None:
+        self.by_image, self.layers = by_image, []
+        for region in regions:
+            for name, part in list(region.named_modules()):
+                # Not its subclasses, which may compute something else.
+                if name and type(part) is nn.Linear:
+                    self.layers.append(MixedLinear(part).train(part.training))
+                    region.set_submodule(name, self.layers[-1])
+        self._dtype: torch.dtype | None = None
+        self._low: list[Tensor] = []
+
+    def update(self, dtype: torch.dtype | None, images: int) -> None:
+        """Cast the weights as they are now, for the next forward pass of `images` images.
+
+        `dtype` is that of autocast, None for none.
+        """
+        if dtype != self._dtype:
+            self._allocate(dtype)
+        if dtype is None:
+            return
+        torch._foreach_copy_(self._low, self._weights())
+        biased = [layer for layer in self.layers if layer.bias is not None]
+        if self.by_image and biased:
+            rows = ImageBiases.apply(images, *(layer.bias for layer in biased))
+            for layer, bias_NO in zip(biased, rows, strict=True):
+                layer.image_bias = bias_NO
+
+    def _weights(self) -> list[Tensor]:
+        pairs = ((layer.weight, layer.bias) for layer in self.layers)
+        return [part.detach() for pair in pairs for part in pair if part is not None]
+
+    def _allocate(self, dtype: torch.dtype | None) -> None:
+        self._dtype, self._low = dtype, []
+        for layer in self.layers:
+            layer.low_weight = layer.low_bias = layer.image_bias = None
+            if dtype is None:
+                continue
+            layer.low_weight = torch.empty_like(layer.weight.detach(), dtype=dtype)
+            self._low.append(layer.low_weight)
+            if layer.bias is not None:
+                layer.low_bias = torch.empty_like(layer.bias.detach(), dtype=dtype)
+                self._low.append(layer.low_bias)

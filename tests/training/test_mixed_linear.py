@@ -1,0 +1,145 @@
+"""Linear layers with copies of their weights: outputs of autocast, gradients in float32."""
+
+import copy
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+
+from densefeed.training.mixed_linear import MixedLinear, WeightCopies
+
+IMAGES = 4
+# Rows of 16-bit numbers that float32 sums: rounding of 2^-24 a term.
+FLOAT32 = dict(rtol=1e-5, atol=1e-5)
+
+
+class Net(nn.Module):
+    """Two layers, one without a bias, and one that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 16), nn.Linear(16, 8, bias=False)
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.second(self.first(x).relu())
+
+
+def run(net, x, dtype, enabled=True):
+    """Return the outputs of a net under autocast; its gradients are those of their squares."""
+    with torch.autocast("cpu", dtype, enabled=enabled):
+        out = net(x)
+    out.double().square().sum().backward()
+    return out
+
+
+@pytest.mark.parametrize(
+    ("shape", "by_image"),
+    [*product([(IMAGES, 12), (IMAGES, 7, 12), (3 * IMAGES, 2, 5, 12), (3, 5, 12)], [False, True])],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_outputs_are_autocasts_and_gradients_those_of_rounded_numbers(shape, by_image, dtype):
+    """Tables, tokens, windows, and rows that are no multiple of the images."""
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(shape, requires_grad=True)
+    plain, plain_x = copy.deepcopy(net), x.detach().clone().requires_grad_()
+    copies = WeightCopies([net], by_image)
+    copies.update(dtype, IMAGES)
+    out, want = run(net, x, dtype), run(plain, plain_x, dtype)
+    assert torch.equal(out, want)
+    assert torch.equal(x.grad, plain_x.grad)
+    # What autocast rounds, as leaves in float64: their gradients are not rounded.
+    with torch.no_grad(), torch.autocast("cpu", dtype):
+        hidden = plain.first(x)
+    grad_out = 2 * out.detach().double()
+    rounded = grad_out.to(dtype).double()
+    rows = rounded.flatten(0, -2)
+    second = rows.T @ hidden.relu().double().flatten(0, -2)
+    back = (rounded.to(dtype) @ plain.second.weight.to(dtype)).double() * (hidden > 0)
+    first = back.flatten(0, -2).T @ x.detach().to(dtype).double().flatten(0, -2)
+    grads = {name: parameter.grad for name, parameter in net.named_parameters()}
+    for name, expected in (
+        ("second.weight", second),
+        ("first.weight", first),
+        ("first.bias", back.flatten(0, -2).sum(0)),
+    ):
+        assert grads[name].dtype == torch.float32
+        torch.testing.assert_close(grads[name].double(), expected, **FLOAT32)
+    assert grads["unused.weight"] is None
+    assert grads["unused.bias"] is None
+
+
+def test_parameters_and_their_names_stay():
+    net = Net()
+    before, names = dict(net.named_parameters()), list(net.state_dict())
+    WeightCopies([net], True).update(torch.bfloat16, IMAGES)
+    assert isinstance(net.first, MixedLinear)
+    assert list(net.state_dict()) == names
+    assert {name: id(p) for name, p in net.named_parameters()} == {
+        name: id(p) for name, p in before.items()
+    }
+    assert not list(net.buffers())
+
+
+def test_copies_follow_updates_and_are_not_evaluated():
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(IMAGES, 7, 12)
+    copies = WeightCopies([net], True)
+    copies.update(torch.bfloat16, IMAGES)
+    run(net, x, torch.bfloat16)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter += 0.5
+        plain = Net()
+        plain.load_state_dict(net.state_dict())
+        # before the copies are updated
+        assert torch.equal(net(x), plain(x))
+    copies.update(torch.bfloat16, IMAGES)
+    assert torch.equal(run(net, x, torch.bfloat16), run(plain, x, torch.bfloat16))
+    # A step in float32 has no copies.
+    copies.update(None, IMAGES)
+    assert torch.equal(run(net, x, torch.bfloat16, False), run(plain, x, torch.bfloat16, False))
+
+
+@pytest.mark.parametrize("by_image", [False, True])
+def test_gradients_of_parts_add_up_and_frozen_layers_get_none(by_image):
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(2 * IMAGES, 7, 12)
+    net.second.weight.requires_grad_(False)
+    whole = copy.deepcopy(net)
+    for model, parts in ((net, x.chunk(2)), (whole, [x])):
+        copies = WeightCopies([model], by_image)
+        for part in parts:
+            copies.update(torch.bfloat16, len(part))
+            run(model, part, torch.bfloat16)
+    assert net.second.weight.grad is None
+    for name in ("weight", "bias"):
+        seen, want = getattr(net.first, name).grad, getattr(whole.first, name).grad
+        assert want.abs().max() > 1
+        torch.testing.assert_close(seen, want, **FLOAT32)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_one_compilation_serves_every_step(backend):
+    """Without graph breaks; gradients are those of the layers in eager mode."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    net = Net()
+    compiled, both = copy.deepcopy(net), []
+    for model in (net, compiled):
+        copies = WeightCopies([model], True)
+        call = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+        for step in range(3):
+            torch.manual_seed(step)
+            x = torch.randn(IMAGES, 7, 12)
+            copies.update(torch.bfloat16, IMAGES)
+            run(call if model is compiled else model, x, torch.bfloat16)
+            with torch.no_grad():
+                model.first.weight += 0.5
+        both.append([parameter.grad for parameter in model.parameters()])
+    # A number that is rounded to 8 bits the other way changes a sum of 28 by as much.
+    torch.testing.assert_close(both[1], both[0], rtol=0.02, atol=0.02)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

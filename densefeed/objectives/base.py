@@ -60,6 +60,13 @@ class StepContext(NamedTuple):
     grid: int  # side of the table of tokens
     mix: Mix | None  # on the batch's device
     inputs: Any = None  # what `Objective.inputs` returned
+    mask: Tensor | None = None  # `token_mask` of `mix`, where the caller has it
+
+
+def token_mask(mix: Mix, grid: int) -> Tensor:
+    """Mark the tokens that MixToken takes from the mixing partner, bool `[P, P]`."""
+    # MixToken's box has its sides between tokens, so every cell of the map is 0 or 1.
+    return box_map(mix, grid) > 0.5
 
 
 class Objective:
@@ -118,8 +125,8 @@ class Objective:
         """Return the arguments of a model that exchanges tokens (MixToken)."""
         if not self.setting.mix.mixtoken:
             return {}
-        # MixToken's box has its sides between tokens, so every cell of the map is 0 or 1.
-        return {"mix_PP": box_map(step.mix, step.grid) > 0.5}
+        mask_PP = token_mask(step.mix, step.grid) if step.mask is None else step.mask
+        return {"mix_PP": mask_PP}
 
 
 class DenseObjective(Objective):

@@ -1,6 +1,7 @@
 """torch.compile modes of a step."""
 
 from collections.abc import Callable, Sequence
+from types import MethodType
 
 import torch
 import torch.distributed as dist
@@ -8,7 +9,8 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo
 
-from densefeed.objectives.base import Objective, StepContext, objective_loss, step_loss
+from densefeed.models.token_transformer import TokenTransformer
+from densefeed.objectives.base import Objective, StepContext, objective_loss, step_loss, token_mask
 from densefeed.pipelines.batch import Batch
 from densefeed.system.devices import tag_compiled_code
 from densefeed.training.mixed_linear import WeightCopies
@@ -82,8 +84,9 @@ def compile_step(mode: str, trainable: nn.Module) -> Callable[..., Tensor]:
     """Return `step_loss`, compiled as `--compile` says.
 
     `blocks`: one compilation serves all blocks that are alike; their DropPath becomes a
-    SharedDropPath. `graph` compiles as `whole` does; captured_update.py captures the result. The
-    optimizer is not compiled: its operations are fused and foreach ones, about ten launches.
+    SharedDropPath. Patch embedding, heads and loss are compiled apart from them. `graph` compiles
+    as `whole` does; captured_update.py captures the result. The optimizer is not compiled: its
+    operations are fused and foreach ones, about ten launches.
     """
     if mode == "never":
         return step_loss
@@ -94,19 +97,25 @@ def compile_step(mode: str, trainable: nn.Module) -> Callable[..., Tensor]:
     # Networks without blocks, such as timm's ResNets, are compiled whole.
     if mode in ("whole", "graph") or not has_blocks:
         return torch.compile(step_loss, dynamic=False)
-    return compile_blocks(trainable, [block for network in networks for block in network.blocks])
+    return compile_regions(trainable, networks)
 
 
-def compile_blocks(trainable: nn.Module, blocks: Sequence[nn.Module]) -> Callable[..., Tensor]:
-    """Compile blocks and the loss; return `step_loss`, which prepares what all blocks read."""
+def compile_regions(trainable: nn.Module, networks: Sequence[nn.Module]) -> Callable[..., Tensor]:
+    """Compile blocks, ends of networks and the loss; return `step_loss` with what they need."""
     device = next(trainable.parameters()).device
+    blocks = [block for network in networks for block in network.blocks]
     masks = DropPathMasks([path for block in blocks for path in share_drop_path(block, device)])
+    regions = [network for network in networks if isinstance(network, TokenTransformer)]
+    regions += [b for net in networks if net not in regions for b in net.blocks]
     # A CPU has no launches to save.
     alone = not (dist.is_available() and dist.is_initialized())
-    copies = WeightCopies(blocks if device.type == "cuda" else (), by_image=alone)
+    copies = WeightCopies(regions if device.type == "cuda" else (), by_image=alone)
     for block in blocks:
         block.compile(dynamic=False)
+    for network in networks:
+        compile_ends(network)
     measure = torch.compile(objective_loss, dynamic=False)
+    mask = torch.compile(token_mask, dynamic=False)
 
     def compute(
         objective: Objective,
@@ -118,9 +127,25 @@ def compile_blocks(trainable: nn.Module, blocks: Sequence[nn.Module]) -> Callabl
         images = len(batch.image)
         masks.draw(images)
         copies.update(dtype, images)
+        if objective.setting.mix.mixtoken:
+            step = step._replace(mask=mask(step.mix, step.grid))
         return step_loss(objective, network, batch, step, dtype, measure)
 
     return compute
+
+
+def compile_ends(network: nn.Module) -> None:
+    """Compile what comes before the blocks of a network and, of this package's, after them."""
+    # SyncBatchNorm waits for other ranks, and the compiler would break the graph there.
+    synced = any(isinstance(part, nn.SyncBatchNorm) for part in network.modules())
+    if isinstance(network, TokenTransformer):
+        ends = ("forward_head",) if synced else ("_embed", "forward_head")
+        for name in ends:
+            compiled = torch.compile(getattr(type(network), name), dynamic=False)
+            # A method, because a copy of the network must not call that of the original.
+            setattr(network, name, MethodType(compiled, network))
+    elif isinstance(embedding := getattr(network, "patch_embed", None), nn.Module) and not synced:
+        embedding.compile(dynamic=False)
 
 
 def share_drop_path(block: nn.Module, device: torch.device) -> list[SharedDropPath]:

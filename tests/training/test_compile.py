@@ -25,9 +25,12 @@ from densefeed.training.compile import (
 )
 
 
-@pytest.mark.parametrize("name", ["lvvit_micro", "dhvt_tiny_cifar_patch4"])
-def test_blocks_with_different_drop_rates_share_a_compilation(monkeypatch, name):
-    """Twelve blocks, where the compiler's limit is eight; in training and in evaluation."""
+@pytest.mark.parametrize(("name", "evaluated"), [("lvvit_micro", 4), ("dhvt_tiny_cifar_patch4", 3)])
+def test_blocks_with_different_drop_rates_share_a_compilation(monkeypatch, name, evaluated):
+    """Twelve blocks, where the compiler's limit is eight; in training and in evaluation.
+
+    A patch embedding with BatchNorm is compiled again for evaluation, as heads and blocks are.
+    """
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -38,8 +41,9 @@ def test_blocks_with_different_drop_rates_share_a_compilation(monkeypatch, name)
     compile_step("blocks", model)
     assert list(model.state_dict()) == names
     image = torch.randn(2, 3, 32, 32)
-    # the first block drops nothing, and has no DropPath; then both again, in evaluation
-    for wanted in (2, 4):
+    # The first block drops nothing, and has no DropPath. With it, another block, patch embedding
+    # and heads.
+    for wanted in (4, 4 + evaluated):
         model(image)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == wanted
         model.eval()
@@ -57,7 +61,7 @@ def test_blocks_are_compiled_for_every_input_size(monkeypatch):
     compile_step("blocks", model)
     for number in range(1, 7):
         model(torch.randn(2, 3, 16 * number, 16 * number))
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2 * number
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4 * number
 
 
 def test_blocks_of_wrapped_models_are_compiled(monkeypatch):
@@ -77,7 +81,8 @@ def test_blocks_of_wrapped_models_are_compiled(monkeypatch):
     ):
         assert get_networks(trained) == networks
         compile_step("blocks", trained)
-        assert compiled == [block for network in networks for block in network.blocks]
+        blocks = [block for network in networks for block in network.blocks]
+        assert compiled == blocks + [net.patch_embed for net in networks if net is not agent]
         compiled.clear()
 
 
@@ -147,8 +152,37 @@ def test_masks_of_a_step_are_drawn_before_it(monkeypatch):
     keep = torch.tensor([[0.75], [0.75], [0.5], [0.5]])
     assert torch.equal(seen[0] * keep, (seen[0] > 0).float())
     assert len({tuple(row) for row in (torch.stack(seen) > 0).flatten(0, 1).tolist()}) > 4
-    # blocks with drop-path, the one without, and the loss
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
+    # blocks with drop-path, the one without, patch embedding, heads and the loss; those of copies
+    # are the same
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 5
+
+
+def test_copies_of_a_compiled_network_are_copies(monkeypatch):
+    """What is compiled of a copy computes with its own weights."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    model = timm.create_model("lvvit_micro", depth=1, embed_dim=24, num_classes=3).eval()
+    compile_step("blocks", model)
+    other, image = copy.deepcopy(model), torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        before = model(image)
+        for part in (other.stem[-1], other.head):
+            part.bias += 1
+        assert torch.equal(model(image), before)
+        assert not torch.allclose(other._embed(image), model._embed(image))
+        assert not torch.allclose(other(image), before)
+
+
+def test_patch_embeddings_with_synchronized_norms_stay_in_eager_mode(monkeypatch):
+    """Their norms exchange statistics between ranks, where the compiler would break the graph."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: None)
+    for synced in (False, True):
+        model = timm.create_model("lvvit_micro", depth=1, num_classes=3)
+        if synced:
+            model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        compile_step("blocks", model)
+        assert ("_embed" in vars(model)) == (not synced)
+        assert "forward_head" in vars(model)
 
 
 def test_masks_of_a_step_have_the_rates_of_drop_path():

@@ -3,7 +3,8 @@
 Under autocast every layer casts its weight, and its gradient back: 11 launches for a block of
 LV-ViT. Here one foreach operation casts all weights, and a product writes the gradient of a weight
 in float32. The gradient of a bias is a sum over all rows, which takes two kernels; here it is
-summed over the tokens of each image, together with what computes it, and over images at the end.
+summed over the tokens of each image, together with what computes it, and over images at the end
+for all biases together.
 """
 
 from collections.abc import Iterable
@@ -52,22 +53,54 @@ class LinearProduct(torch.autograd.Function):
         return tuple(grads)
 
 
-class ImageBiases(torch.autograd.Function):
-    """Hand out biases once per image; add up their gradients in one pass over all of them."""
+class ImageSums(torch.autograd.Function):
+    """Hand out vectors once per image; add up their gradients in one pass over all of them."""
 
     @staticmethod
-    def forward(ctx, images, *biases):
+    def forward(ctx, images, *vectors):
         ctx.set_materialize_grads(False)
-        return tuple(bias_O.expand(images, -1) for bias_O in biases)
+        return tuple(vector.expand(images, -1) for vector in vectors)
 
     @staticmethod
     def backward(ctx, *grads):
-        given = [grad_NO for grad_NO in grads if grad_NO is not None]
+        given = [grad for grad in grads if grad is not None]
         if not given:
             return None, *grads
-        sums = torch.cat(given, 1).sum(0).split([grad_NO.shape[1] for grad_NO in given])
+        sums = torch.cat(given, 1).sum(0).split([grad.shape[1] for grad in given])
         rest = iter(sums)
         return None, *(None if grad is None else next(rest) for grad in grads)
+
+
+class LayerNormSums(torch.autograd.Function):
+    """`F.layer_norm` whose gradients of weight and bias are sums of each image, for `[N, T, D]`."""
+
+    @staticmethod
+    def forward(ctx, x_NTD, weight_D, bias_D, eps, weight_ND, bias_ND):
+        out, mean_NT1, rstd_NT1 = torch.native_layer_norm(
+            x_NTD, x_NTD.shape[-1:], weight_D, bias_D, eps
+        )
+        ctx.save_for_backward(x_NTD, mean_NT1, rstd_NT1, weight_D, bias_D)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_NTD):
+        x_NTD, mean_NT1, rstd_NT1, weight_D, bias_D = ctx.saved_tensors
+        grad_x, *_ = torch.ops.aten.native_layer_norm_backward(
+            grad_NTD,
+            x_NTD,
+            x_NTD.shape[-1:],
+            mean_NT1,
+            rstd_NT1,
+            weight_D,
+            bias_D,
+            [True, False, False],
+        )
+        # Not (x - mean) rstd, which inductor would recognize in the kernel of grad_x, write there
+        # and read here: 154 MB for a block of LV-ViT-S and 256 images. So it moves as many bytes as
+        # inductor's own form, in two launches instead of four.
+        normal_NTD = x_NTD * rstd_NT1 - mean_NT1 * rstd_NT1
+        sums = (grad_NTD * normal_NTD).sum(1), grad_NTD.sum(1)
+        return grad_x, None, None, None, *sums
 
 
 class MixedLinear(nn.Linear):
@@ -98,25 +131,60 @@ class MixedLinear(nn.Linear):
         return LinearProduct.apply(x, self.weight, bias, self.low_weight, self.low_bias, image_bias)
 
 
+class MixedLayerNorm(nn.LayerNorm):
+    """A layer norm, in float32, whose parameters get their gradients from `WeightCopies`.
+
+    It takes the parameters of `of`.
+    """
+
+    def __init__(self, of: nn.LayerNorm) -> None:
+        nn.Module.__init__(self)
+        self.normalized_shape, self.eps = of.normalized_shape, of.eps
+        self.elementwise_affine = True
+        self.weight, self.bias = of.weight, of.bias
+        self.image_weight: Tensor | None = None
+        self.image_bias: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.image_weight
+        if rows is None or not torch.is_grad_enabled() or x.ndim != 3 or len(x) != len(rows):
+            return super().forward(x)
+        constants = self.weight.detach(), self.bias.detach(), self.eps
+        return LayerNormSums.apply(x.float(), *constants, rows, self.image_bias)
+
+
 class WeightCopies:
     """The copies of the weights of linear layers in autocast's dtype, cast in one operation.
 
     Args:
-        regions: modules whose layers of class `nn.Linear` become `MixedLinear`.
-        by_image: whether gradients of biases are summed over images at the end of the backward
-            pass. DDP, which averages gradients while others are computed, would have to wait.
+        regions: modules whose layers of class `nn.Linear` become `MixedLinear`, and those of class
+            `nn.LayerNorm` with the name `norm2` `MixedLayerNorm`.
+        by_image: whether gradients of biases and norms are summed over images at the end of the
+            backward pass. DDP, which averages gradients while others are computed, would have to
+            wait.
     """
 
     def __init__(self, regions: Iterable[nn.Module], by_image: bool) -> None:
-        self.by_image, self.layers = by_image, []
+        self.by_image = by_image
+        self.layers: list[MixedLinear] = []
+        self.norms: list[MixedLayerNorm] = []
         for region in regions:
             for name, part in list(region.named_modules()):
-                # Not its subclasses, which may compute something else.
-                if name and type(part) is nn.Linear:
-                    self.layers.append(MixedLinear(part).train(part.training))
-                    region.set_submodule(name, self.layers[-1])
+                self._replace(region, name, part)
         self._dtype: torch.dtype | None = None
         self._low: list[Tensor] = []
+
+    def _replace(self, region: nn.Module, name: str, part: nn.Module) -> None:
+        # Not subclasses, which may compute something else.
+        if name and type(part) is nn.Linear:
+            self.layers.append(MixedLinear(part).train(part.training))
+            region.set_submodule(name, self.layers[-1])
+        # The norm whose input the block computes, by timm's name. Sums by image are a pass of their
+        # own, which inductor needs for this one anyway, to compute the input again.
+        plain = type(part) is nn.LayerNorm and part.bias is not None
+        if self.by_image and plain and name.rpartition(".")[2] == "norm2":
+            self.norms.append(MixedLayerNorm(part).train(part.training))
+            region.set_submodule(name, self.norms[-1])
 
     def update(self, dtype: torch.dtype | None, images: int) -> None:
         """Cast the weights as they are now, for the next forward pass of `images` images.
@@ -127,12 +195,19 @@ class WeightCopies:
             self._allocate(dtype)
         if dtype is None:
             return
-        torch._foreach_copy_(self._low, self._weights())
-        biased = [layer for layer in self.layers if layer.bias is not None]
-        if self.by_image and biased:
-            rows = ImageBiases.apply(images, *(layer.bias for layer in biased))
-            for layer, bias_NO in zip(biased, rows, strict=True):
-                layer.image_bias = bias_NO
+        if self.layers:
+            torch._foreach_copy_(self._low, self._weights())
+        if self.by_image:
+            self._hand_out(images)
+
+    def _hand_out(self, images: int) -> None:
+        slots = [(layer, "bias") for layer in self.layers if layer.bias is not None]
+        slots += [(norm, name) for norm in self.norms for name in ("weight", "bias")]
+        if not slots:
+            return
+        rows = ImageSums.apply(images, *(getattr(part, name) for part, name in slots))
+        for (part, name), row_N in zip(slots, rows, strict=True):
+            setattr(part, f"image_{name}", row_N)
 
     def _weights(self) -> list[Tensor]:
         pairs = ((layer.weight, layer.bias) for layer in self.layers)
@@ -140,6 +215,8 @@ class WeightCopies:
 
     def _allocate(self, dtype: torch.dtype | None) -> None:
         self._dtype, self._low = dtype, []
+        for norm in self.norms:
+            norm.image_weight = norm.image_bias = None
         for layer in self.layers:
             layer.low_weight = layer.low_bias = layer.image_bias = None
             if dtype is None:

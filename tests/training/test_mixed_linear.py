@@ -1,4 +1,4 @@
-"""Linear layers with copies of their weights: outputs of autocast, gradients in float32."""
+"""Linear layers with copies of their weights, and norms: outputs of autocast, float32 gradients."""
 
 import copy
 from itertools import product
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from densefeed.training.mixed_linear import MixedLinear, WeightCopies
+from densefeed.training.mixed_linear import MixedLayerNorm, MixedLinear, WeightCopies
 
 IMAGES = 4
 # Rows of 16-bit numbers that float32 sums: rounding of 2^-24 a term.
@@ -119,6 +119,49 @@ def test_gradients_of_parts_add_up_and_frozen_layers_get_none(by_image):
         seen, want = getattr(net.first, name).grad, getattr(whole.first, name).grad
         assert want.abs().max() > 1
         torch.testing.assert_close(seen, want, **FLOAT32)
+
+
+class Norms(nn.Module):
+    """The norms of a block, with parameters that are not ones and zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(16), nn.LayerNorm(16, eps=1e-3)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter)
+
+    def forward(self, x):
+        return self.norm2(3 * self.norm1(x) + x + 1)
+
+
+@pytest.mark.parametrize("shape", [(IMAGES, 7, 16), (IMAGES, 16), (2, 7, 16)], ids=str)
+def test_norms_have_the_outputs_and_gradients_of_layer_norm(shape):
+    """Tokens of each image; a table, and other images, as where a model is called by itself."""
+    torch.manual_seed(0)
+    net, x = Norms(), torch.randn(shape, requires_grad=True)
+    plain, exact = copy.deepcopy(net), copy.deepcopy(net).double()
+    copies = WeightCopies([net], True)
+    copies.update(torch.bfloat16, IMAGES)
+    kinds = type(net.norm1), type(net.norm2)
+    assert kinds == (nn.LayerNorm, MixedLayerNorm)
+    assert list(net.state_dict()) == list(plain.state_dict())
+    found = []
+    for model, image in ((net, x), (plain, x), (exact, x.detach().double().requires_grad_())):
+        image.grad = None
+        out = model(image)
+        (out * torch.linspace(-1, 1, 16)).sum().backward()
+        found.append((out.detach(), [image.grad, *(p.grad for p in model.parameters())]))
+    (out, grads), (want, _), (_, expected) = found
+    assert torch.equal(out, want)
+    for grad, one in zip(grads, expected, strict=True):
+        assert grad.dtype == torch.float32
+        torch.testing.assert_close(grad.double(), one, **FLOAT32)
+
+
+def test_norms_are_not_summed_by_image_where_ranks_share_gradients():
+    net = Norms()
+    WeightCopies([net], False).update(torch.bfloat16, IMAGES)
+    assert type(net.norm2) is nn.LayerNorm
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

@@ -1,4 +1,4 @@
-"""Linear layers of compiled regions on a GPU, with fewer launches for casts and sums.
+"""Layers of compiled regions on a GPU, with fewer launches for casts and sums.
 
 Under autocast every layer casts its weight, and its gradient back: 11 launches for a block of
 LV-ViT. Here one foreach operation casts all weights, and a product writes the gradient of a weight
@@ -153,12 +153,48 @@ class MixedLayerNorm(nn.LayerNorm):
         return LayerNormSums.apply(x.float(), *constants, rows, self.image_bias)
 
 
+class LowCopy(torch.autograd.Function):
+    """Use a copy in place of a tensor, which gets the gradient in its own dtype."""
+
+    @staticmethod
+    def forward(ctx, tensor, low):
+        ctx.dtype = tensor.dtype
+        return low.view_as(low)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.to(ctx.dtype), None
+
+
+class MixedConv2d(nn.Conv2d):
+    """A convolution that computes with the copies of `WeightCopies`, where there are any.
+
+    It takes the parameters of `of`.
+    """
+
+    def __init__(self, of: nn.Conv2d) -> None:
+        nn.Module.__init__(self)
+        # Its sizes, and how it pads.
+        vars(self).update({name: vars(of)[name] for name in vars(of) if name[:1].isalpha()})
+        self._reversed_padding_repeated_twice = of._reversed_padding_repeated_twice
+        self.weight, self.bias = of.weight, of.bias
+        self.low_weight: Tensor | None = None
+        self.low_bias: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.low_weight is None or not torch.is_grad_enabled():
+            return super().forward(x)
+        bias = None if self.bias is None else LowCopy.apply(self.bias, self.low_bias)
+        return self._conv_forward(x, LowCopy.apply(self.weight, self.low_weight), bias)
+
+
 class WeightCopies:
-    """The copies of the weights of linear layers in autocast's dtype, cast in one operation.
+    """The copies of weights of layers in autocast's dtype, cast in one operation.
 
     Args:
-        regions: modules whose layers of class `nn.Linear` become `MixedLinear`, and those of class
-            `nn.LayerNorm` with the name `norm2` `MixedLayerNorm`.
+        regions: modules whose layers of class `nn.Linear` become `MixedLinear`, those of class
+            `nn.Conv2d` `MixedConv2d`, and those of class `nn.LayerNorm` with the name `norm2`
+            `MixedLayerNorm`.
         by_image: whether gradients of biases and norms are summed over images at the end of the
             backward pass. DDP, which averages gradients while others are computed, would have to
             wait.
@@ -166,7 +202,7 @@ class WeightCopies:
 
     def __init__(self, regions: Iterable[nn.Module], by_image: bool) -> None:
         self.by_image = by_image
-        self.layers: list[MixedLinear] = []
+        self.layers: list[MixedLinear | MixedConv2d] = []
         self.norms: list[MixedLayerNorm] = []
         for region in regions:
             for name, part in list(region.named_modules()):
@@ -176,8 +212,9 @@ class WeightCopies:
 
     def _replace(self, region: nn.Module, name: str, part: nn.Module) -> None:
         # Not subclasses, which may compute something else.
-        if name and type(part) is nn.Linear:
-            self.layers.append(MixedLinear(part).train(part.training))
+        mixed = {nn.Linear: MixedLinear, nn.Conv2d: MixedConv2d}.get(type(part))
+        if name and mixed:
+            self.layers.append(mixed(part).train(part.training))
             region.set_submodule(name, self.layers[-1])
         # The norm whose input the block computes, by timm's name. Sums by image are a pass of their
         # own, which inductor needs for this one anyway, to compute the input again.
@@ -201,7 +238,8 @@ class WeightCopies:
             self._hand_out(images)
 
     def _hand_out(self, images: int) -> None:
-        slots = [(layer, "bias") for layer in self.layers if layer.bias is not None]
+        linear = [layer for layer in self.layers if isinstance(layer, MixedLinear)]
+        slots = [(layer, "bias") for layer in linear if layer.bias is not None]
         slots += [(norm, name) for norm in self.norms for name in ("weight", "bias")]
         if not slots:
             return
@@ -218,7 +256,9 @@ class WeightCopies:
         for norm in self.norms:
             norm.image_weight = norm.image_bias = None
         for layer in self.layers:
-            layer.low_weight = layer.low_bias = layer.image_bias = None
+            layer.low_weight = layer.low_bias = None
+            if isinstance(layer, MixedLinear):
+                layer.image_bias = None
             if dtype is None:
                 continue
             layer.low_weight = torch.empty_like(layer.weight.detach(), dtype=dtype)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from densefeed.training.mixed_linear import MixedLayerNorm, MixedLinear, WeightCopies
+from densefeed.training.mixed_linear import MixedConv2d, MixedLayerNorm, MixedLinear, WeightCopies
 
 IMAGES = 4
 # Rows of 16-bit numbers that float32 sums: rounding of 2^-24 a term.
@@ -119,6 +119,33 @@ def test_gradients_of_parts_add_up_and_frozen_layers_get_none(by_image):
         seen, want = getattr(net.first, name).grad, getattr(whole.first, name).grad
         assert want.abs().max() > 1
         torch.testing.assert_close(seen, want, **FLOAT32)
+
+
+@pytest.mark.parametrize("padding_mode", ["zeros", "circular"])
+def test_convolutions_have_the_outputs_and_gradients_of_autocast(padding_mode):
+    torch.manual_seed(0)
+    options = dict(stride=2, padding=1, padding_mode=padding_mode)
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3, bias=False, **options),
+        nn.ReLU(),
+        nn.Conv2d(8, 4, 3, groups=2, **options),
+    ).to(memory_format=torch.channels_last)
+    plain, x = copy.deepcopy(net), torch.randn(IMAGES, 3, 9, 9)
+    copies = WeightCopies([net], True)
+    assert [type(part) for part in net] == [MixedConv2d, nn.ReLU, MixedConv2d]
+    for _ in range(2):
+        copies.update(torch.bfloat16, IMAGES)
+        assert torch.equal(run(net, x, torch.bfloat16), run(plain, x, torch.bfloat16))
+        for part, other in zip(net.parameters(), plain.parameters(), strict=True):
+            assert part.grad.dtype == torch.float32
+            assert torch.equal(part.grad, other.grad)
+            assert part.grad.abs().max() > 0
+            part.data.add_(0.1)
+            other.data.add_(0.1)
+    assert str(net) == str(plain).replace("Conv2d", "MixedConv2d")
+    assert list(net.state_dict()) == list(plain.state_dict())
+    with torch.no_grad():
+        assert torch.equal(net(x), plain(x))
 
 
 class Norms(nn.Module):

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from densefeed.models.kernels import fused_head
 from densefeed.models.kernels import sparse_cross_entropy as kernels
+from densefeed.models.kernels.fused_head import chunk_rows
 from densefeed.models.token_transformer import TokenFeatures, TokenLogits
 from densefeed.objectives.losses import (
     class_token_loss,
@@ -332,6 +333,21 @@ def test_fused_loss_of_21841_classes():
     torch.testing.assert_close(ours[0].double(), want[0], rtol=LOSS, atol=0)
     for got, exact in zip(ours[1:], want[1:], strict=True):
         torch.testing.assert_close(got.double(), exact, rtol=0, atol=GRADIENT)
+
+
+def test_chunks_on_a_gpu_are_few_and_keep_the_peak_memory():
+    """Two chunks and the weight gradient, beside logits, their gradient and the weight gradient."""
+    classes, width, cpu, gpu = 21841, 384, torch.device("cpu"), torch.device("cuda")
+    for images, dtype in ((64, torch.float32), (256, torch.bfloat16), (1024, torch.bfloat16)):
+        rows = images * 196
+        assert chunk_rows(rows, classes, dtype, cpu) == (12 << 20) // (classes * dtype.itemsize)
+        few = chunk_rows(rows, classes, dtype, gpu)
+        assert few >= rows / 32
+        weight = classes * width * 4
+        bytes_per_row = 2 * classes * dtype.itemsize
+        assert few * bytes_per_row + weight < (rows * bytes_per_row + weight) / 21
+    # one product of a small batch
+    assert chunk_rows(100, classes, torch.bfloat16, gpu) == 288
 
 
 def test_fused_gradcheck(small_chunks):

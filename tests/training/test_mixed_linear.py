@@ -4,9 +4,11 @@ import copy
 from itertools import product
 
 import pytest
+import timm
 import torch
 from torch import nn
 
+import densefeed.models  # noqa: F401  (registers its models)
 from densefeed.training.mixed_linear import MixedConv2d, MixedLayerNorm, MixedLinear, WeightCopies
 
 IMAGES = 4
@@ -146,6 +148,36 @@ def test_convolutions_have_the_outputs_and_gradients_of_autocast(padding_mode):
     assert list(net.state_dict()) == list(plain.state_dict())
     with torch.no_grad():
         assert torch.equal(net(x), plain(x))
+
+
+FAMILIES = {
+    "lvvit_micro": dict(img_size=32, depth=2, token_head=False),
+    "dhvt_tiny_cifar_patch4": dict(embed_dim=32, depth=2, num_heads=4),
+    "t2t_vit_7": dict(img_size=32, embed_dim=32, depth=2, num_heads=2, token_head=False),
+    "test_vit": dict(img_size=32),
+    "swin_tiny_patch4_window7_224": dict(
+        img_size=32, window_size=4, embed_dim=16, depths=(1, 1), num_heads=(2, 2), drop_path_rate=0
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_have_the_gradients_of_float32_as_nearly_as_under_autocast(name):
+    """Errors of all gradients together, relative to their norm; autocast's are about 1 %."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=5, **FAMILIES[name])
+    plain, exact, x = copy.deepcopy(model), copy.deepcopy(model), torch.randn(IMAGES, 3, 32, 32)
+    copies = WeightCopies([model], True)
+    assert copies.layers
+    copies.update(torch.bfloat16, IMAGES)
+    for net in (model, plain, exact):
+        run(net, x, torch.bfloat16, enabled=net is not exact)
+    flat = [
+        torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
+        for net in (model, plain, exact)
+    ]
+    ours, autocasts = ((grad - flat[2]).norm() / flat[2].norm() for grad in flat[:2])
+    assert 0 < ours < 1.1 * autocasts < 0.1
 
 
 class Norms(nn.Module):

@@ -96,7 +96,9 @@ class StepInputs:
         mix = self.mixing.draw(epoch, at, size, grid).to(device) if self.config.mix else None
 
         def compute(part: Batch, context: StepContext, weight: float) -> Tensor:
-            return self.step_loss(self.objective, network, part, context, self.dtype) * weight
+            loss = self.step_loss(self.objective, network, part, context, self.dtype)
+            # A factor of 1 would be two launches on a GPU, here and in the backward pass.
+            return loss if weight == 1 else loss * weight
 
         losses = []
         for number, part in enumerate(parts):

@@ -187,14 +187,15 @@ def copy_statistics(student: Student) -> list[tuple[Tensor, Tensor]]:
 
 def backward(student: Student, ranks: Ranks, losses: Sequence[Callable[[], Tensor]]) -> Tensor:
     """Accumulate the gradients of all losses; return their mean, float32 `[]`."""
-    mean = torch.zeros((), device=ranks.device)
+    mean = None
     for number, compute in enumerate(losses, start=1):
         last = number == len(losses)
         # DDP averages gradients over ranks once, in the last of these backward passes.
         with nullcontext() if last or ranks.size == 1 else student.network.no_sync():
-            loss = compute() / len(losses)
+            # A division by 1 would be two launches on a GPU, here and in the backward pass.
+            loss = compute() / len(losses) if len(losses) > 1 else compute()
             student.scaler.scale(loss).backward()
-        mean += loss.detach()
+        mean = loss.detach() if mean is None else mean + loss.detach()
     return mean
 
 

@@ -114,10 +114,7 @@ def compile_regions(trainable: nn.Module, networks: Sequence[nn.Module]) -> Call
         block.compile(dynamic=False)
     for network in networks:
         compile_ends(network)
-    # Making targets is about 30 small kernels, of which those that do not depend on each other can
-    # be one: 13 launches fewer, and no more bytes.
-    options = {"combo_kernels": True} if device.type == "cuda" else None
-    measure = torch.compile(objective_loss, dynamic=False, options=options)
+    measure = torch.compile(objective_loss, dynamic=False)
     mask = torch.compile(token_mask, dynamic=False)
 
     def compute(

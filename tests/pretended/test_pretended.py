@@ -17,9 +17,9 @@ from . import build
 # fewer; `python -m tests.pretended.steps RECIPE --compile MODE --kernels 20` names them.
 RECIPE, IMAGES = "lvvit_s_224_token_label", 256
 LAUNCHES = {
-    "never": {"batch": 7, "step": 1421},
-    "blocks": {"batch": 7, "step": 601},
-    "graph": {"batch": 7, "step": 16},
+    "never": {"batch": 7, "step": 1420},
+    "blocks": {"batch": 7, "step": 600},
+    "graph": {"batch": 7, "step": 9},
 }
 # They are those of this release of PyTorch.
 MEASURED = "2.15."

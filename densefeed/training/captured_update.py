@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -75,6 +76,9 @@ class CapturedUpdate:
         # A graph reads seed and offset of the generator at each launch.
         torch.manual_seed(losses[0].seed)
         student.guard.begin(step)
+        for group in student.optimizer.param_groups:
+            # As in a graph. A resumed run begins without one, and must compute the same.
+            group["lr"] = float(np.float32(group["lr"]))
         if key not in self._captures and not self._is_due(key):
             results = run_update(student, ranks, [one._replace(seed=None) for one in losses])
         else:

@@ -10,6 +10,7 @@ from densefeed.models import checkpoints
 
 from ..runs import records
 from ..test_train import AUGMENTED
+from .spied_run import stopped_after
 from .tape import PATCHES, Tape
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -55,3 +56,17 @@ def test_captured_updates_equal_plain_ones(micro, tmp_path, tapes, name):
     for part in ("model", "ema"):
         if one[part] is not None:
             torch.testing.assert_close(other[part], one[part], rtol=1e-4, atol=1e-6)
+
+
+def test_a_resumed_training_equals_one_without_interruption(micro, tmp_path, tapes, monkeypatch):
+    """It begins without graphs: the same numbers, bit for bit."""
+    fields = dict(compile="graph", epochs=5, **AUGMENTED)
+    training.train(micro(tmp_path / "whole", **fields))
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "signal_handler", stopped_after(8))
+        training.train(micro(tmp_path / "resumed", **fields))
+    training.train(micro(tmp_path / "resumed", resume="auto", **fields))
+    assert tapes() > 8
+    assert torch.equal(losses(tmp_path / "whole"), losses(tmp_path / "resumed"))
+    one, other = (checkpoints.load(tmp_path / run / "last.pt") for run in ("whole", "resumed"))
+    torch.testing.assert_close(other["ema"], one["ema"], rtol=0, atol=0)

@@ -14,13 +14,11 @@ import torch
 from densefeed.models.kernels import sparse_cross_entropy as kernels
 from densefeed.objectives.losses import sparse_cross_entropy
 
+from ...interpreter import interpreted, run_interpreted
+
 ROOT = Path(__file__).parents[3]
 triton = pytest.importorskip("triton")
 
-# Triton reads the variable when it is imported, so these tests run in a process of their own.
-interpreted = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="started by test_in_the_interpreter"
-)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # N, T, K, M: one block and several, of classes and of slots; odd numbers; one of everything.
 SHAPES = (
@@ -126,16 +124,7 @@ def test_interpreted_kernels_write_nothing_beyond_a_row(wrong):
 
 @pytest.mark.slow
 def test_in_the_interpreter():
-    """In a process of its own, since Triton reads the variable when it is imported."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-kinterpreted", "-pno:cacheprovider", __file__],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-    )
-    assert done.returncode == 0, done.stdout
-    assert f"{len(SHAPES) * len(DTYPES) + 5} passed" in done.stdout
-    assert "skipped" not in done.stdout
+    assert run_interpreted(__file__) == len(SHAPES) * len(DTYPES) + 5
 
 
 @pytest.mark.slow

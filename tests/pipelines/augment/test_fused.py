@@ -4,8 +4,6 @@ and on a GPU. Compiling needs no GPU.
 
 import os
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -19,12 +17,10 @@ from densefeed.pipelines.augment.warp import warp_by_gather
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.plan import EpochPlan
 
+from ...interpreter import interpreted, run_interpreted
+
 triton = pytest.importorskip("triton")
 
-# Triton reads the variable when it is imported, so these tests run in a process of their own.
-interpreted = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="started by test_in_the_interpreter"
-)
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 PLAN = EpochPlan(num_samples=10_000, batch=32, seed=9, mode="train", sizes=((0, 64),))
 CASES = {
@@ -142,16 +138,7 @@ def test_interpreted_kernels_write_half_precision(images):
 
 @pytest.mark.slow
 def test_in_the_interpreter():
-    """In a process of its own, since Triton reads the variable when it is imported."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-kinterpreted", "-pno:cacheprovider", __file__],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-    )
-    assert done.returncode == 0, done.stdout
-    assert f"{len(CASES) + 6} passed" in done.stdout
-    assert "skipped" not in done.stdout
+    assert run_interpreted(__file__) == len(CASES) + 6
 
 
 # Types of the kernels' arguments that are no integers, and the numbers compiled in.

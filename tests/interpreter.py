@@ -1,0 +1,26 @@
+"""Tests of Triton kernels in Triton's interpreter."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+# Triton reads the variable when it is imported, so these tests run in a process of their own.
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="started by test_in_the_interpreter"
+)
+
+
+def run_interpreted(file: str) -> int:
+    """Run the tests of a file that have `interpreted` in their names; return how many passed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-kinterpreted", "-pno:cacheprovider", file],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+    )
+    assert done.returncode == 0, done.stdout
+    assert "skipped" not in done.stdout
+    return int(re.search(r"(\d+) passed", done.stdout)[1])

@@ -20,6 +20,11 @@ from unittest import mock
 import torch
 
 import densefeed.train as training
+from densefeed.objectives.losses import sparse_cross_entropy
+from densefeed.pipelines.augment.augmentation import Augmentation
+from densefeed.pipelines.augment.settings import Augment
+from densefeed.pipelines.batch import Batch
+from densefeed.pipelines.plan import EpochPlan
 from densefeed.system.errors import UserError
 from densefeed.training import evaluation
 from densefeed.training.config import Config
@@ -42,11 +47,11 @@ class Job(NamedTuple):
 
     `steady` trains, and watches steps in its second epoch; `whole` trains, and watches all of it;
     `step` watches the first steps of a recipe, and then a batch and a step; `calls` makes each call
-    that a steady step must not make.
+    that a steady step must not make; `kernels` launches ours on another device than the current.
     """
 
     name: str
-    kind: Literal["steady", "whole", "step", "calls"]
+    kind: Literal["steady", "whole", "step", "calls", "kernels"]
     config: dict | None = None  # of Config, for a training
     recipe: str = ""
     images: int = 4  # a batch of the recipe
@@ -61,6 +66,8 @@ def run_job(job: Job) -> dict:
     """
     if job.kind == "calls":
         return make_calls()
+    if job.kind == "kernels":
+        return launch_elsewhere()
     if job.kind == "step":
         halves = count(Steps(job.recipe, job.images, **job.options or {}))
         return {name: summarize(seen) for name, seen in halves.items()}
@@ -101,6 +108,24 @@ def make_calls() -> dict:
             call()
         found[name] = summarize(seen)["calls"]
     return found
+
+
+def launch_elsewhere() -> dict:
+    """Augment images and compute a loss on the second device, as in a loop of one's own."""
+    plan = EpochPlan(num_samples=8, batch=8, seed=0, mode="train", sizes=((0, 32),))
+    options = Augment(rand_augment="rand-m9-p1-n2", erase_probability=1.0)
+    augmentation = Augmentation(plan, options, (0.5,) * 3, (0.5,) * 3).to("cuda:1")
+    index, repeat = torch.arange(8), torch.zeros(8, dtype=torch.int64)
+    choice = augmentation.choose(0, index.numpy(), repeat.numpy(), 32, 32)
+    fields = torch.zeros(8, 32, 32, 3, dtype=torch.uint8), index, torch.zeros(8, 2, 3)
+    fields += torch.zeros(8, 4), index, repeat, torch.ones(8)
+    batch = Batch(*fields, None, None, None, None).to("cuda:1")
+    logits = torch.zeros(8, 4, 10, device="cuda:1")
+    palette, ones = index[:, None].to("cuda:1"), torch.ones(8, 4, device="cuda:1")
+    with watch() as seen:
+        augmentation(batch, choice)
+        sparse_cross_entropy(logits, palette, ones[..., None], ones, ones)
+    return summarize(seen)
 
 
 def capture(tensor: torch.Tensor) -> None:

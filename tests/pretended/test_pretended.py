@@ -49,11 +49,11 @@ def mark_slow(names):
 def result(runtime, run_once, tmp_path, request):
     """`result(NAME)` returns what a job did (runs.py); those that compile nothing share a process.
 
-    A name is a training's, a recipe's, `cuda:1`, `calls` or `launches MODE`.
+    A name is a training's, a recipe's, `cuda:1`, `calls`, `kernels` or `launches MODE`.
     """
 
     def describe(name):
-        if name == "calls":
+        if name in ("calls", "kernels"):
             return {"name": name, "kind": name}
         if name in RECIPES:
             return {"name": name, "kind": "step", "recipe": name, "options": {"compile": "never"}}
@@ -78,7 +78,7 @@ def result(runtime, run_once, tmp_path, request):
     def get(name):
         # The second device last: it remains the current one.
         fast = [n for n in TRAININGS if not n.endswith(SLOW)]
-        fast += ["launches never", "calls", "cuda:1"]
+        fast += ["launches never", "calls", "kernels", "cuda:1"]
         names = RECIPES if name in RECIPES else [name] if name.endswith(SLOW) else fast
         return run_once(names[0].replace(" ", "-"), lambda: run(names))[name]
 
@@ -144,6 +144,13 @@ def test_a_training_on_the_second_device_leaves_the_first_alone(result):
     assert counts["launch on device 1"] > 0
     assert counts["cudaMalloc on device 1"] > 0
     assert [name for name in counts if name.endswith("on device 0")] == []
+
+
+def test_kernels_run_on_the_device_of_their_tensors(result):
+    """Triton launches on the current device, whatever the tensors' device is."""
+    counts = result("kernels")["counts"]
+    assert counts["launch on device 1"] >= 8
+    assert "launch on device 0" not in counts
 
 
 @pytest.mark.skipif(

@@ -166,10 +166,12 @@ def launch(kernel: triton.JITFunction, logits_NTK: Tensor, palette_NM: Tensor, *
     (N, T, K), M = logits_NTK.shape, palette_NM.shape[1]
     strides = logits_NTK.stride()[:2]
     sizes = block_sizes(K, M)
-    # The default changes in Triton 3.10; until then its absence prints a warning.
-    kernel[(N * T,)](
-        logits_NTK, palette_NM, *more, T, K, M, *strides, **sizes, enable_fp_fusion=True
-    )
+    # Triton launches on the current device. The default of enable_fp_fusion changes in Triton 3.10;
+    # until then its absence prints a warning.
+    with torch.cuda.device_of(logits_NTK):
+        kernel[(N * T,)](
+            logits_NTK, palette_NM, *more, T, K, M, *strides, **sizes, enable_fp_fusion=True
+        )
 
 
 def forward(logits_NTK: Tensor, *targets: Tensor) -> tuple[Tensor, ...]:

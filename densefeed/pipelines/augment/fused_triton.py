@@ -5,6 +5,7 @@ products in the twin's order, each rounded by itself. So `launch` forbids fused 
 divisions are those of IEEE 754, which float64 has without asking.
 """
 
+import torch
 import triton
 import triton.language as tl
 
@@ -300,5 +301,7 @@ def view_kernel(view, out, number, matrix, samples, BLOCK_N: tl.constexpr):
 
 
 def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *arguments, **constants) -> None:
-    """Run a kernel. A fused multiply-add rounds once where the twin rounds twice."""
-    kernel[grid](*arguments, **constants, enable_fp_fusion=False)
+    """Run a kernel on the device of its first tensor, without fused multiply-adds."""
+    # Triton launches on the current device. A fused multiply-add rounds once, the twin twice.
+    with torch.cuda.device_of(arguments[0]):
+        kernel[grid](*arguments, **constants, enable_fp_fusion=False)

@@ -422,10 +422,18 @@ def writers(inputs: Path, folder: Path, maps: Path, packed: tuple[Path, Path]) -
 
 
 # Faults in the suite; commands that need PyTorch's networks take too long for it.
-QUICK = {"store": 15, "convert to lossless": 15, "pack": 15}
+QUICK = {"store": 15}
 SLOW = (
     *("label", "label, lossless", "label the last shard", "resume labeling", "merge"),
-    *("convert to compact", "convert to raw", "pack pixels", "import labels", "export labels"),
+    *(
+        "pack",
+        "convert to lossless",
+        "convert to compact",
+        "convert to raw",
+        "pack pixels",
+        "import labels",
+        "export labels",
+    ),
     *("export", "train", "report", "audit", "digit scenes", "results.csv"),
     # Its packages take 3 s to import in each of some 100 runs.
     *(["export ONNX"] if EVERYTHING else []),

@@ -5,11 +5,18 @@ import timm
 import torch
 
 
-@pytest.mark.parametrize("name", ["lvvit_micro", "dhvt_micro", "t2t_vit_7"])
-def test_half_residual_is_the_dtype_of_autocast_in_training(name):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("lvvit_micro", dict(depth=2)),
+        ("dhvt_tiny_cifar_patch4", dict(depth=2, embed_dim=32)),
+        ("t2t_vit_7", dict(img_size=64, depth=2, embed_dim=32, token_dim=16)),
+    ],
+)
+def test_half_residual_is_the_dtype_of_autocast_in_training(name, options):
     """Between blocks; elsewhere nothing changes, and gradients are those of float32 to 16 bits."""
     torch.manual_seed(0)
-    model = timm.create_model(name, num_classes=5, token_head=False)
+    model = timm.create_model(name, num_classes=5, token_head=False, **options)
     side = model.grid_size * model.patch_size
     image = torch.randn(2, 3, side, side)
     seen = []

@@ -879,7 +879,10 @@ def test_autocast_leaves_targets_as_they_are(random_maps, sheared):
     assert all(torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
 
 
-@pytest.mark.parametrize(("sheared", "backend"), [(False, "inductor"), (True, "aot_eager")])
+@pytest.mark.parametrize(
+    ("sheared", "backend"),
+    [pytest.param(False, "inductor", marks=pytest.mark.slow), (True, "aot_eager")],
+)
 def test_targets_and_loss_compile_whole(random_maps, sheared, backend):
     """One graph, and equal to eager; inductor once, since it takes seconds."""
     maps = random_maps(3, 6, 2, 8)

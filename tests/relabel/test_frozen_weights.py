@@ -149,6 +149,7 @@ def test_layers_with_a_behavior_of_their_own_are_kept():
         torch.testing.assert_close(frozen(image), both(image))
 
 
+@pytest.mark.slow
 def test_a_forward_pass_of_nfnet_f6_has_half_of_the_operations():
     """On the meta device: shapes without values."""
     with torch.device("meta"):

@@ -49,6 +49,7 @@ def test_blocks_with_different_drop_rates_share_a_compilation(monkeypatch, name,
         model.eval()
 
 
+@pytest.mark.slow
 @torch._dynamo.config.patch(recompile_limit=8)
 def test_blocks_are_compiled_for_every_input_size(monkeypatch):
     """Also for more than PyTorch's default, beyond which it runs them in eager mode."""

@@ -160,6 +160,7 @@ def test_two_ranks_match_one(micro, tmp_path, alone, run, case):
     )
 
 
+@pytest.mark.slow
 def test_two_ranks_with_captured_updates_match_one_without(micro, tmp_path, alone, run):
     """Graphs are tapes here (tape.py); gradients are averaged between two of them, without DDP."""
     fields = dict(
@@ -182,6 +183,7 @@ def test_shared_weights_refuse_captured_updates_on_several_ranks(micro, tmp_path
         setup.build_trainable(run, objective, model_for(run), 2, Ranks(0, 2, torch.device("cpu")))
 
 
+@pytest.mark.slow
 def test_compiled_ranks_match_one_that_is_not_compiled(micro, tmp_path, alone, torchrun):
     """With two microbatches per rank, of which the first does not average its gradients.
 

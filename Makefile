@@ -61,10 +61,10 @@ $(READY): .ci/set_up.sh pyproject.toml setup.py $(wildcard densefeed/native/*.[c
 	touch $(READY)
 
 # The tests that need a CUDA device, then measurements beside their goals; resumes where it stopped.
-# Needs nothing but PyTorch, timm and what pyproject.toml names: `python tools/gpu_check.py` without
-# make installs nothing.
-gpu-check: $(READY)
-	$(RUN) tools/gpu_check.py
+# Installs nothing: it runs in .venv or, where there is none, in Python's own environment, which
+# needs PyTorch, timm and what pyproject.toml names.
+gpu-check:
+	$$([ -x $(RUN) ] && echo $(RUN) || echo $(PYTHON)) tools/gpu_check.py
 
 # Loaders, targets, augmentation and whole steps beside all others; minutes, and rows in
 # benchmarks/results.csv.

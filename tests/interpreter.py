@@ -13,10 +13,10 @@ interpreted = pytest.mark.skipif(
 )
 
 
-def run_interpreted(file: str) -> int:
-    """Run the tests of a file that have `interpreted` in their names; return how many passed."""
+def run_interpreted(file: str, chosen: str = "interpreted") -> int:
+    """Run the tests of a file that pytest's -k chooses; return how many passed."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-kinterpreted", "-pno:cacheprovider", file],
+        [sys.executable, "-m", "pytest", "-q", f"-k{chosen}", "-pno:cacheprovider", file],
         capture_output=True,
         text=True,
         env=os.environ | {"TRITON_INTERPRET": "1"},

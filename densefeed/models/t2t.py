@@ -134,6 +134,8 @@ class T2TViT(TokenTransformer):
     """
 
     embedding_name = "tokens_to_token"
+    # The first layer is a norm, in float32 under autocast.
+    exact_images = True
 
     def __init__(
         self,

@@ -229,7 +229,9 @@ class TokenTransformer(PrunableLayers, nn.Module):
 
     def _run(self, blocks: Sequence[nn.Module], x_NTD: Tensor, grid: Grid) -> Tensor:
         more = (grid,) if self.blocks_take_grid else ()
-        if self.half_residual and self.training and torch.is_autocast_enabled(x_NTD.device.type):
+        # Gradients, not `training`, because of --frozen-statistics.
+        half = self.half_residual and torch.is_grad_enabled()
+        if half and torch.is_autocast_enabled(x_NTD.device.type):
             # Positions are float32, and so would be every sum of the blocks.
             x_NTD = x_NTD.to(torch.get_autocast_dtype(x_NTD.device.type))
         return run_blocks(blocks, x_NTD, *more, grad_checkpointing=self.grad_checkpointing)

@@ -114,7 +114,10 @@ class Objective:
         return None
 
     def forward(self, network: nn.Module, image: Tensor, batch: Batch, step: StepContext) -> Any:
-        """Run the network on augmented and mixed images, float32 `[N, 3, H, W]`."""
+        """Run the network on augmented and mixed images `[N, 3, H, W]`.
+
+        They are float32, or under autocast of its dtype unless MixUp blends them.
+        """
         return network(image, **self.mix_arguments(step))
 
     def loss(self, output: Any, batch: Batch, step: StepContext) -> Tensor:

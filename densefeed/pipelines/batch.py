@@ -35,7 +35,8 @@ class ScoreMapSpec(NamedTuple):
 class Batch(NamedTuple):
     """N samples on one device. The map fields are None where the dataset has no score maps."""
 
-    # uint8 [N, H, W, 3], cropped, resized and flipped; float32 [N, 3, H, W] augmented
+    # uint8 [N, H, W, 3], cropped, resized and flipped; augmented [N, 3, H, W], float32 or the dtype
+    # of autocast
     image: Tensor
     label: Tensor  # int64 [N], class ids
     view: Tensor  # float32 [N, 2, 3], network input to image, see storage/geometry.py

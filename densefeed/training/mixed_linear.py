@@ -103,7 +103,16 @@ class LayerNormSums(torch.autograd.Function):
         return grad_x, None, None, None, *sums
 
 
-class MixedLinear(nn.Linear):
+class WithCopies(nn.Module):
+    """Base of layers whose copies are not copied with them: nothing would update those."""
+
+    COPIES = ("low_weight", "low_bias", "image_weight", "image_bias")
+
+    def __getstate__(self) -> dict:
+        return {name: None if name in self.COPIES else v for name, v in vars(self).items()}
+
+
+class MixedLinear(WithCopies, nn.Linear):
     """A linear layer that computes with the copies of `WeightCopies`, where there are any.
 
     It takes the parameters of `of`. Copies are no buffers, and in no state dict.
@@ -131,7 +140,7 @@ class MixedLinear(nn.Linear):
         return LinearProduct.apply(x, self.weight, bias, self.low_weight, self.low_bias, image_bias)
 
 
-class MixedLayerNorm(nn.LayerNorm):
+class MixedLayerNorm(WithCopies, nn.LayerNorm):
     """A layer norm, in float32, whose parameters get their gradients from `WeightCopies`.
 
     It takes the parameters of `of`.
@@ -166,7 +175,7 @@ class LowCopy(torch.autograd.Function):
         return grad.to(ctx.dtype), None
 
 
-class MixedConv2d(nn.Conv2d):
+class MixedConv2d(WithCopies, nn.Conv2d):
     """A convolution that computes with the copies of `WeightCopies`, where there are any.
 
     It takes the parameters of `of`.
@@ -211,7 +220,10 @@ class WeightCopies:
         self._low: list[Tensor] = []
 
     def _replace(self, region: nn.Module, name: str, part: nn.Module) -> None:
-        # Not subclasses, which may compute something else.
+        # Not what computes something else: subclasses, and layers with hooks or other parameters.
+        hooks = part._forward_hooks or part._forward_pre_hooks
+        if hooks or not {n for n, _ in part.named_parameters(recurse=False)} <= {"weight", "bias"}:
+            return
         mixed = {nn.Linear: MixedLinear, nn.Conv2d: MixedConv2d}.get(type(part))
         if name and mixed:
             self.layers.append(mixed(part).train(part.training))

@@ -58,9 +58,10 @@ class StepInputs:
         self.objective, self.dtype = objective, dtype
         model = get_networks(trainable)[0]
         mean, std = model.pretrained_cfg["mean"], model.pretrained_cfg["std"]
-        # Under autocast the first layer would round the images to its dtype anyway; mixup computes
-        # with them before.
-        image_dtype = (None if config.mix.mixup else dtype) or torch.float32
+        # Under autocast a convolution would round the images to its dtype anyway. MixUp, and
+        # networks that begin with a norm, compute with them before.
+        exact = config.mix.mixup or getattr(model, "exact_images", False)
+        image_dtype = (None if exact else dtype) or torch.float32
         augmentation = Augmentation(loader.plan, config.augment, mean, std, image_dtype)
         self.augmentation = augmentation.to(ranks.device)
         self.mixing = Mixing(loader.plan, config.mix)

@@ -40,6 +40,11 @@ def test_half_residual_is_the_dtype_of_autocast_in_training(name, options):
     assert set(seen) == {torch.bfloat16}
     for gradients in (wide, half):
         assert ((gradients - exact).norm() / exact.norm()).item() < 0.05
+    # As with --frozen-statistics, and as in an evaluation.
     model.eval()
     gradient(True, torch.bfloat16)
+    assert set(seen) == {torch.bfloat16}
+    seen.clear()
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        model(image)
     assert set(seen) == {torch.float32}

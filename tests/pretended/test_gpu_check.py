@@ -38,10 +38,10 @@ def test_every_stage_of_the_gpu_check_ends(run, tmp_path):
     log = (tmp_path / "out" / "log.txt").read_text()
     stages = json.loads((tmp_path / "out" / "results.json").read_text())["stages"]
     assert set(stages) == set(NAMES), log + done.stderr
-    # A check of values may refuse what the memory happens to hold, such as logits.
+    # A check of values may refuse what the memory happens to hold: logits.
     failed = {n for n, stage in stages.items() if stage["state"] != "done"}
     refused = {n for n in failed if "not finite" in " ".join(stages[n]["last"])}
-    assert failed == refused, log + done.stderr
+    assert failed == refused <= {"teacher"}, log + done.stderr
     assert all(stages[name]["state"] == "failed with 2" for name in refused)
 
 

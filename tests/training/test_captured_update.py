@@ -1,5 +1,6 @@
 """Updates as graphs equal updates without: on a CPU, whose graphs are tapes (tape.py)."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 import densefeed.train as training
 from densefeed.models import checkpoints
+from densefeed.pipelines.augment.augmentation import Augmentation
 
 from ..runs import records
 from ..test_train import AUGMENTED
@@ -35,8 +37,7 @@ CASES = {
     "token labels": dict(
         mixtoken=True, epochs=9, sizes=((0, 32), (5, 48)), clip_grad=1.0, **AUGMENTED
     ),
-    # Of a skipped step nothing stays.
-    "skip": dict(mixtoken=True, epochs=3, on_nonfinite="skip", ema=0.0),
+    "float16": dict(mixtoken=True, epochs=3, precision="fp16"),
     "parts": dict(microbatch=2, epochs=3, drop_path=0.0),
     "drloc": dict(objective="ce", mixtoken=False, epochs=3, drloc="l1", drloc_grid=2),
 }
@@ -56,6 +57,30 @@ def test_captured_updates_equal_plain_ones(micro, tmp_path, tapes, name):
     for part in ("model", "ema"):
         if one[part] is not None:
             torch.testing.assert_close(other[part], one[part], rtol=1e-4, atol=1e-6)
+
+
+def test_a_captured_update_that_is_skipped_leaves_nothing(micro, tmp_path, tapes, monkeypatch):
+    """The second batch of every epoch is not finite, from the one on whose update is captured."""
+    forward, seen = Augmentation.forward, []
+
+    def spoil(self, batch, choice):
+        batch = forward(self, batch, choice)
+        seen.append(batch.epoch)
+        return batch._replace(image=batch.image * math.nan) if len(seen) % 3 == 2 else batch
+
+    monkeypatch.setattr(Augmentation, "forward", spoil)
+    fields = dict(epochs=5, on_nonfinite="skip", max_skips=99, log_every=3, **AUGMENTED)
+    states = []
+    for run, how in (("plain", "never"), ("graph", "graph")):
+        seen.clear()
+        training.train(micro(tmp_path / run, compile=how, **fields))
+        states.append(checkpoints.load(tmp_path / run / "last.pt"))
+    plain, graph = states
+    assert tapes() > 3
+    assert plain["skips"] == graph["skips"] == 5
+    for part in ("model", "ema"):
+        assert all(tensor.isfinite().all() for tensor in graph[part].values())
+        torch.testing.assert_close(graph[part], plain[part], rtol=1e-4, atol=1e-6)
 
 
 def test_a_resumed_training_equals_one_without_interruption(micro, tmp_path, tapes, monkeypatch):

@@ -245,3 +245,27 @@ def test_one_compilation_serves_every_step(backend):
     # A number that is rounded to 8 bits the other way changes a sum of 28 by as much.
     torch.testing.assert_close(both[1], both[0], rtol=0.02, atol=0.02)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_layers_with_hooks_or_parameters_of_their_own_stay():
+    """What hangs on them would be lost."""
+    net = nn.Module()
+    net.hooked, net.extended, net.plain = (nn.Linear(3, 3) for _ in range(3))
+    net.hooked.register_forward_hook(lambda *_: None)
+    net.extended.gain = nn.Parameter(torch.ones(()))
+    WeightCopies([net], by_image=True)
+    kinds = type(net.hooked), type(net.extended), type(net.plain)
+    assert kinds == (nn.Linear, nn.Linear, MixedLinear)
+
+
+@pytest.mark.parametrize("by_image", [False, True])
+def test_a_deep_copy_has_no_copies_of_weights(by_image):
+    """Nothing would update them: it computes with its own weights."""
+    net = nn.Sequential(nn.Linear(3, 3))
+    copies = WeightCopies([net], by_image)
+    copies.update(torch.bfloat16, 2)
+    other, x = copy.deepcopy(net), torch.ones(2, 3)
+    with torch.no_grad():
+        other[0].weight.mul_(3)
+    assert net[0].low_weight is not None
+    assert torch.equal(other(x).detach(), torch.nn.functional.linear(x, *other.parameters()))

@@ -41,7 +41,7 @@ class Round(NamedTuple):
 
 
 class SamplePlan(NamedTuple):
-    """An AugmentPlan by sample, on the device."""
+    """An AugmentPlan by sample, on the device; tensors may have zeros at their end."""
 
     before: tuple[Round, ...]
     after: tuple[Round, ...]
@@ -87,15 +87,17 @@ def pack(choice: AugmentPlan, samples: int, device: torch.device) -> SamplePlan:
     # Stable, so the boxes of a sample stay in order.
     box_B6 = box_B6[np.argsort(box_B6[:, 0], kind="stable")]
     box_start = np.searchsorted(box_B6[:, 0], np.arange(samples + 1)).astype(np.int32)
-    numbers, tables = (
-        part.numpy().ravel().view(np.int32) for part in (choice.number, choice.table)
-    )
-    parts = [code_R, numbers, tables, warp_N, box_start, box_B6[:, 1:].ravel(), *entries]
+    # Arguments, matrices in pixels, the same normalized, filters.
+    numbers = np.split(choice.number.numpy().view(np.int32), np.cumsum([R, 6 * M, 6 * M]))
+    tables = choice.table.numpy().ravel().view(np.int32)
+    parts = [code_R, warp_N, box_start, box_B6[:, 1:].ravel(), *entries, *numbers, tables]
+    # Triton compiles a kernel anew where a pointer is not at a multiple of 16 bytes.
+    parts = [np.pad(part, (0, -len(part) % 4)) for part in parts]
     words = torch.from_numpy(np.concatenate(parts))
     words = send(words, device).split([len(part) for part in parts])
-    code, number, table, warp, box_start, box, *entries = words
-    number = number.view(torch.float32).split([R, 6 * M, 6 * M, M])
-    argument, pixel_matrix, matrix, cubic = number
+    code, warp, box_start, box, *entries = words[:-5]
+    numbers, table = [part.view(torch.float32) for part in words[-5:-1]], words[-1]
+    argument, pixel_matrix, matrix, cubic = numbers
     left = iter(entries)
     before, after = (tuple(make_round(next(left), groups) for groups in half) for half in halves)
     table = table.view(torch.uint8)

@@ -91,6 +91,17 @@ def test_interpreted_kernels_compute_the_bytes_of_plain_pytorch(images, gpu_warp
     assert torch.equal(view, want_view)
 
 
+def test_memory_of_a_plan_is_aligned(images):
+    """To 16 bytes: for every other alignment Triton would compile the kernels once more."""
+    augmentation = Augmentation(PLAN, Augment(**CASES["four layers"]), MEAN, STD)
+    batch = make_batch(images)
+    for epoch in range(5):
+        choice = augmentation.choose(epoch, batch.index, batch.repeat, 24, 32)
+        before, after, *tensors = fused.pack(choice, len(batch.image), torch.device("cpu"))
+        tensors += [part.entry for part in (*before, *after)]
+        assert all(tensor.data_ptr() % 16 == tensors[0].data_ptr() % 16 for tensor in tensors)
+
+
 @interpreted
 @pytest.mark.parametrize("size", [(1, 1), (2, 5), (3, 3), (33, 47)])
 def test_interpreted_kernels_of_any_size(size, gpu_warp):
@@ -134,6 +145,10 @@ def test_interpreted_kernels_write_half_precision(images):
         assert got.dtype == dtype
         # The interpreter truncates to bfloat16.
         torch.testing.assert_close(got.float(), want, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_in_the_interpreter_with_two_layers():
+    assert run_interpreted(__file__, "interpreted and lvvit") == 1
 
 
 @pytest.mark.slow

@@ -302,7 +302,7 @@ def test_step_compiles_once_for_all_boxes_and_epochs(config, fields):
 
 @pytest.mark.slow
 def test_blocks_of_both_networks_are_compiled(config, monkeypatch, tmp_path):
-    """Each kind once: the transformer's, the agent's at its two sizes; and the loss.
+    """Each kind once: blocks of the transformer and of the agent, patch embedding, loss.
 
     Without code generation.
     """
@@ -320,7 +320,8 @@ def test_blocks_of_both_networks_are_compiled(config, monkeypatch, tmp_path):
     compiled_run = training.train(with_options(other, out=tmp_path / "compiled"))
     assert [r["loss"] for r in records(tmp_path / "compiled")] == pytest.approx(losses, rel=1e-4)
     assert plain_run.keys() == compiled_run.keys()
-    assert compiled == ["Block"] * 2 + ["AgentBlock"] * 2 + ["function"]
+    # The last two are the loss and the mask of MixToken.
+    assert compiled == ["Block"] * 2 + ["AgentBlock"] * 2 + ["PatchEmbed", "function", "function"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Weights that a network computes anew in every forward pass, computed once for inference."""
+"""Standardized weights, computed once for inference instead of in every forward pass."""
 
 from copy import deepcopy
 from itertools import chain
@@ -40,7 +40,7 @@ def freeze_weights(network: nn.Module, dtype: torch.dtype = torch.float32) -> nn
 
 
 def _is_standardized(module: nn.Module) -> bool:
-    """Whether this is timm's layer and no subclass, parametrization or module with hooks of it."""
+    """Return whether this is timm's layer: no subclass, no parametrization, no hooks."""
     hooks = module._forward_pre_hooks or module._forward_hooks
     return type(module) in STANDARDIZED and not hooks
 

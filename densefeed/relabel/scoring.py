@@ -159,7 +159,7 @@ class Scorer:
     ) -> None:
         self.teacher, self.device = freeze_weights(teacher, DTYPES[precision]), device
         self.precision = precision
-        # The compiler and cuDNN would begin anew for the last, smaller batch.
+        # The compiler would recompile, and cuDNN time again, for the last, smaller batch.
         self.fixed_size = compiled or device.type == "cuda"
         # Tensor cores read the channels together. On a CPU the library chooses its own layout.
         if device.type == "cuda":

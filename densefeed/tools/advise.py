@@ -201,7 +201,7 @@ def choose_training(options: AdviceOptions, objective: str) -> Training:
 
 
 def takes_drop_path(model: str) -> bool:
-    """Whether a model has stochastic depth. What else is wrong with it shows where it is built."""
+    """Return whether a model takes a drop-path rate, also if it cannot be built otherwise."""
     try:
         with torch.device("meta"):
             ModelSpec(model, {"drop_path_rate": 0.1}).build()

@@ -55,7 +55,7 @@ def choose_update(mode: str, ranks: Ranks, plain: Callable = update) -> Callable
 
 
 class CapturedUpdate:
-    """`student.update` with CUDA graphs, made anew for every shape of the inputs.
+    """`student.update` with CUDA graphs, one for each shape of the inputs.
 
     The results of a call are valid until the next one. Parts of a batch draw from one seed, the
     first one's, so with several parts drop-path differs from that of other modes. The learning rate

@@ -54,7 +54,7 @@ class LinearProduct(torch.autograd.Function):
 
 
 class ImageSums(torch.autograd.Function):
-    """Hand out vectors once per image; add up their gradients in one pass over all of them."""
+    """Expand vectors to a row per image; sum the gradients of all of them in one pass."""
 
     @staticmethod
     def forward(ctx, images, *vectors):
@@ -247,9 +247,9 @@ class WeightCopies:
         if self.layers:
             torch._foreach_copy_(self._low, self._weights())
         if self.by_image:
-            self._hand_out(images)
+            self._expand(images)
 
-    def _hand_out(self, images: int) -> None:
+    def _expand(self, images: int) -> None:
         linear = [layer for layer in self.layers if isinstance(layer, MixedLinear)]
         slots = [(layer, "bias") for layer in linear if layer.bias is not None]
         slots += [(norm, name) for norm in self.norms for name in ("weight", "bias")]

@@ -38,8 +38,10 @@ def test_half_residual_is_the_dtype_of_autocast_in_training(name, options):
     assert set(seen) == {torch.float32}
     half = gradient(True, torch.bfloat16)
     assert set(seen) == {torch.bfloat16}
+    # bfloat16 rounds by up to 2^-9; over three seeds at most 0.009 and 0.013 were measured, with
+    # PyTorch's default kernels too.
     for gradients in (wide, half):
-        assert ((gradients - exact).norm() / exact.norm()).item() < 0.05
+        assert ((gradients - exact).norm() / exact.norm()).item() < 0.03
     # As with --frozen-statistics, and as in an evaluation.
     model.eval()
     gradient(True, torch.bfloat16)

@@ -41,7 +41,7 @@ def load() -> None:
 def read_ones(name: str) -> Callable[[Tensor], object]:
     """Return a method that reads a tensor, and returns ones for real numbers on a CUDA device.
 
-    Programs that divide by a loss, or require a finite one, go on with it.
+    Programs that divide by a loss, or require a finite one, continue with it.
     """
     read = getattr(Tensor, name)
 

@@ -6,8 +6,8 @@
 // at once, so events and streams never make anything wait.
 //
 // Counted are launches by device and kernel, copies by kind, calls that allocate, wait or capture,
-// and graph launches with the kernels in them. A listener, if there is one, is told of every call
-// that a steady step must not make, and of copies between host and device.
+// and graph launches with the kernels in them. A listener, if there is one, is called for every call
+// that a steady step must not make, and for copies between host and device.
 //
 // What is defined here has more to do than to return success. build.py writes all other functions
 // that PyTorch's libraries want.

@@ -218,9 +218,11 @@ def main() -> None:
     parser.add_argument("--compile", default="never", help="as of train.py")
     parser.add_argument("--batch", type=int, default=256, help="images of a batch")
     parser.add_argument("--rounds", type=int, default=20, help="steps that are timed")
-    parser.add_argument("--kernels", type=int, default=0, help="print so many kernels of each half")
+    parser.add_argument("--kernels", type=int, default=0, help="number of kernels to print")
     parser.add_argument("--where", action="store_true", help="print who copies, waits, allocates")
-    parser.add_argument("--profile", type=int, default=0, help="print so many Python functions")
+    parser.add_argument(
+        "--profile", type=int, default=0, help="number of Python functions to print"
+    )
     given = parser.parse_args()
     if "PRETENDED_RUNTIME" not in os.environ:
         sys.exit(restart())

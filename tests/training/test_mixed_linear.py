@@ -248,7 +248,7 @@ def test_one_compilation_serves_every_step(backend):
 
 
 def test_layers_with_hooks_or_parameters_of_their_own_stay():
-    """What hangs on them would be lost."""
+    """Their hooks and parameters would be lost."""
     net = nn.Module()
     net.hooked, net.extended, net.plain = (nn.Linear(3, 3) for _ in range(3))
     net.hooked.register_forward_hook(lambda *_: None)

@@ -82,6 +82,7 @@ def pack(choice: AugmentPlan, samples: int, device: torch.device) -> SamplePlan:
         for name, start, stop, _ in groups:
             if name in WITH_KERNEL:
                 entries[-1][row_R[start:stop]] = np.arange(start, stop)
+                # The operations of a group named Table all do the same here: look up their tables.
                 code_R[start:stop] = CODES.get(name, 0)
     box_B6 = np.array(choice.boxes, np.int32).reshape(-1, 6)
     # Stable, so the boxes of a sample stay in order.
@@ -91,7 +92,7 @@ def pack(choice: AugmentPlan, samples: int, device: torch.device) -> SamplePlan:
     numbers = np.split(choice.number.numpy().view(np.int32), np.cumsum([R, 6 * M, 6 * M]))
     tables = choice.table.numpy().ravel().view(np.int32)
     parts = [code_R, warp_N, box_start, box_B6[:, 1:].ravel(), *entries, *numbers, tables]
-    # Triton compiles a kernel anew where a pointer is not at a multiple of 16 bytes.
+    # Triton compiles another variant of a kernel where a pointer is no multiple of 16 bytes.
     parts = [np.pad(part, (0, -len(part) % 4)) for part in parts]
     words = torch.from_numpy(np.concatenate(parts))
     words = send(words, device).split([len(part) for part in parts])

@@ -27,19 +27,19 @@ VIEWS = 128
 
 @triton.jit
 def quantize(value):
-    """Clip to [0, 255], truncate."""
+    """Clip to [0, 255] and truncate."""
     return tl.minimum(tl.maximum(value, 0.0), 255.0).to(tl.int32)
 
 
 @triton.jit
 def blend(degenerate, value, factor):
-    """Pillow's Image.blend of float32 values."""
+    """Blend float32 values as Pillow's Image.blend does."""
     return quantize((value - degenerate) * factor + degenerate)
 
 
 @triton.jit
 def luma(red, green, blue):
-    """Pillow's L of int32 channels."""
+    """Compute Pillow's L of int32 channels."""
     return (19595 * red + 38470 * green + 7471 * blue + 32768) >> 16
 
 
@@ -91,7 +91,7 @@ def table_kernel(
 
 @triton.jit
 def hue_channel(sector, turn: tl.constexpr, value, falling, down, rising):
-    """The channel that is red `turn` sectors of the circle earlier."""
+    """Compute the channel whose value red had `turn` sectors of the circle earlier."""
     at = (sector + turn) % 6
     low = tl.where(at == 1, falling, tl.where(at == 4, rising, down))
     return quantize(tl.where((at == 0) | (at == 5), value, low) + 0.5)
@@ -99,8 +99,7 @@ def hue_channel(sector, turn: tl.constexpr, value, falling, down, rising):
 
 @triton.jit
 def shift_hue(red, green, blue, turn):
-    """operations.hue of int32 channels; the same steps in float64, rounded to float32 where it is.
-    """  # fmt: skip
+    """Shift the hue of int32 channels in the steps of operations.hue: float64, rounded alike."""
     most, least = tl.maximum(tl.maximum(red, green), blue), tl.minimum(tl.minimum(red, green), blue)
     value = most.to(tl.float64)
     span = tl.maximum(most - least, 1).to(tl.float64)
@@ -128,7 +127,7 @@ def shift_hue(red, green, blue, turn):
 
 @triton.jit
 def sharpen(image, pixel, channel: tl.constexpr, height, width, factor):
-    """operations.sharpness of one channel."""
+    """Sharpen one channel as operations.sharpness does."""
     x, y = pixel % width, pixel // width
     inner = (x > 0) & (x < width - 1) & (y > 0) & (y < height - 1)
     center_at = image + pixel * 3 + channel
@@ -183,7 +182,7 @@ def photometric_kernel(
 
 @triton.jit
 def tap_weight(tap, d, cubic):
-    """One of warp.tap_weights: that of neighbor `tap`, from -1 to 2."""
+    """Compute the weight of neighbor `tap`, from -1 to 2: one of warp.tap_weights."""
     e = 1 - d
     bend = cubic * d * e
     left, right = bend * e, bend * d

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from densefeed.pipelines.batch import Batch, ScoreMapSpec
+from densefeed.pipelines.fused_targets import SlotMaps, can_run, pool_targets, spread_maps
 from densefeed.storage.geometry import (
     are_windows,
     labeling_cells,
@@ -89,12 +90,10 @@ def places(batch: Batch, side: int, rules: TargetRules) -> Places:
     """Combine a batch's Views with the frames of its maps."""
     view = batch.view
     if rules.geometry == "aligned":
-        frame, margin = window_frame(batch.window), EDGE
+        frame = window_frame(batch.window)
         cells = labeling_cells(frame, side)
     else:
-        # The published sampling clamps points within half a cell beyond the map and reads 0 for
-        # points farther outside.
-        frame, margin = published_frame(batch.shown, view, side), 0.5 / side + EDGE
+        frame = published_frame(batch.shown, view, side)
         # All cells count: the published code ignores the Window, and with it any padding.
         ends = torch.arange(2, dtype=view.dtype, device=view.device) * (side - 1)
         cells = ends.expand(len(view), 2, 2)
@@ -103,7 +102,14 @@ def places(batch: Batch, side: int, rules: TargetRules) -> Places:
     # x before y; a list as an index would be copied to a GPU, and the host would wait. A crop lies
     # within its image, so no point is tested against the image too.
     visible = batch.shown.unflatten(1, (2, 2)).mT.flip(1)
-    return Places(view, through, visible, cells, margin)
+    return Places(view, through, visible, cells, map_margin(side, rules))
+
+
+def map_margin(side: int, rules: TargetRules) -> float:
+    """Return how far beyond 0 and 1 of a map of `side` cells a point counts as inside."""
+    # The published sampling clamps points within half a cell beyond the map and reads 0 for points
+    # farther outside.
+    return EDGE if rules.geometry == "aligned" else 0.5 / side + EDGE
 
 
 def sample_points(extent: Tensor, grid: int, most: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -193,6 +199,13 @@ def exact_matmul(a: Tensor, b: Tensor) -> Tensor:
         return a @ b
 
 
+def most_samples(batch: Batch, spec: ScoreMapSpec, grid: int, rules: TargetRules) -> int:
+    """Return the most samples that a token of a crop has along an axis."""
+    # Published boxes lie within the image, which the published code takes for the map.
+    reach = spec.min_window_side if rules.geometry == "aligned" else 1.0
+    return samples_per_bin(spec.side, grid, reach, not batch.axis_aligned)
+
+
 def sampler(
     batch: Batch, spec: ScoreMapSpec, grid: int, rules: TargetRules
 ) -> tuple[Callable[[Tensor], Tensor], Tensor]:
@@ -201,9 +214,7 @@ def sampler(
     Returns a function that pools maps `[N, S, S, M]` to tokens `[N, T, M]`, means over the samples
     inside, and the share of samples inside `[N, T]`. `batch.axis_aligned` selects the method.
     """
-    # Published boxes lie within the image, which the published code takes for the map.
-    reach = spec.min_window_side if rules.geometry == "aligned" else 1.0
-    most = samples_per_bin(spec.side, grid, reach, not batch.axis_aligned)
+    most = most_samples(batch, spec, grid, rules)
     at = places(batch, spec.side, rules)
     if batch.axis_aligned:
         weights, inside = axis_weights(at, spec.side, grid, most)
@@ -275,11 +286,16 @@ def apply_temperature(
     return probability, share
 
 
-def palette_maps(batch: Batch, spec: ScoreMapSpec, rules: TargetRules) -> PaletteMaps:
+def palette_maps(batch: Batch, spec: ScoreMapSpec, rules: TargetRules) -> PaletteMaps | SlotMaps:
     """Spread the maps of a batch over their palettes.
 
-    `sparse_targets` takes the result where targets of several grids are made from one batch.
+    `sparse_targets` takes the result where targets of several grids are made from one batch. On a
+    GPU it is a SlotMaps, for the kernels.
     """
+    if can_run(batch.view, spec.max_palette):
+        maps = batch.map_class, batch.map_logit, batch.map_lse
+        numbers = spec.num_classes, spec.max_palette, spec.absent == "tail", rules.temperature
+        return SlotMaps(*spread_maps(*maps, *numbers), place_table(batch, spec.side, rules))
     palette, slot = palettes(batch.map_class, spec.max_palette)
     entries, share = batch.map_logit.to(batch.view.dtype), None
     if spec.absent == "tail":
@@ -298,12 +314,19 @@ def palette_maps(batch: Batch, spec: ScoreMapSpec, rules: TargetRules) -> Palett
     return PaletteMaps(palette, value.unflatten(1, (S, S)), share)
 
 
+def place_table(batch: Batch, side: int, rules: TargetRules) -> Tensor:
+    """Return `SlotMaps.place` of a batch."""
+    at = places(batch, side, rules)
+    fields = at.view, at.through, at.visible, at.cells, batch.weight[:, None]
+    return torch.cat([field.flatten(1) for field in fields], 1)
+
+
 def sparse_targets(
     batch: Batch,
     spec: ScoreMapSpec,
     grid: int,
     rules: TargetRules = PLAIN,
-    maps: PaletteMaps | None = None,
+    maps: PaletteMaps | SlotMaps | None = None,
 ) -> SparseTargets:
     """Make the targets of a `grid` x `grid` table of tokens, row-major.
 
@@ -322,13 +345,20 @@ def sparse_targets(
     `maps` is `palette_maps(batch, spec, rules)`, if the caller has it: half the time of a call.
     """
     maps = palette_maps(batch, spec, rules) if maps is None else maps
+    off = rules.smoothing / spec.num_classes
+    on = 1 - rules.smoothing + off
+    if isinstance(maps, SlotMaps):
+        # on + K off is larger than 1 by smoothing / K, as published.
+        numbers = [map_margin(spec.side, rules), EDGE, on, off, on + rules.smoothing]
+        most, uniform = most_samples(batch, spec, grid, rules), rules.outside == "uniform"
+        sizes = spec.num_classes, spec.max_palette, grid, most, uniform
+        extra, base, weight, total = pool_targets(*maps[1:], numbers, *sizes)
+        return SparseTargets(maps.palette, extra, base, weight, total)
     pool_map, inside = sampler(batch, spec, grid, rules)
     value, weight = pool_map(maps.value), inside  # N T M, N T
     # The mean with 0 for samples outside is the mean of those inside times their share.
     if rules.outside == "uniform":
         value, weight = value * inside[..., None], torch.ones_like(inside)
-    off = rules.smoothing / spec.num_classes
-    on = 1 - rules.smoothing + off
     if maps.share is None:
         # Subtracted so that exp cannot overflow; at least 0, the logit of all other classes.
         peak = value.amax(-1, keepdim=True).clamp(min=0)

@@ -1,8 +1,10 @@
 """Choose a device, wait for it, and measure its memory."""
 
+import importlib.util
 import os
 import resource
 import sys
+from functools import cache
 
 import torch
 from torch.compiler import config as compiler
@@ -22,6 +24,12 @@ CORES = count_cores()
 # Decoding threads of a rank. torchrun sets LOCAL_WORLD_SIZE: the ranks of a machine share
 # its cores.
 THREADS = max(1, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+@cache
+def has_triton() -> bool:
+    """Return whether there is Triton: some builds of PyTorch for CUDA come without."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def choose_device(name: str) -> torch.device:

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchvision.ops import roi_align
 
 from densefeed.objectives.losses import class_token_loss, token_loss
+from densefeed.pipelines import fused_targets
 from densefeed.pipelines import targets as targets_module
 from densefeed.pipelines.batch import Batch, ScoreMapSpec
 from densefeed.pipelines.plan import EpochPlan
@@ -841,10 +842,14 @@ def test_a_crop_far_outside_a_small_window_stays_small(random_maps, sheared):
 @pytest.mark.parametrize("geometry", ["aligned", "published"])
 @pytest.mark.parametrize("absent", ["tail", "zero-logit"])
 @pytest.mark.parametrize("sheared", [False, True])
-def test_nothing_is_read_from_the_device(random_maps, sheared, absent, geometry):
+@pytest.mark.parametrize("kernels", [False, True])
+def test_nothing_is_read_from_the_device(
+    monkeypatch, random_maps, kernels, sheared, absent, geometry
+):
     """On a simulated GPU, where values cannot be read, shapes cannot depend on them, and tensors of
     two devices cannot be combined.
     """
+    monkeypatch.setattr(fused_targets, "has_triton", lambda: kernels)
     maps = random_maps(3, 6, 2, 8)
     batch = batch_of(maps, *random_boxes(3, flips=True), dtype=torch.float32, sheared=sheared)
     batch = batch._replace(map_class=batch.map_class.to(torch.uint16))

@@ -272,8 +272,9 @@ def test_a_step_waits_for_nothing_whatever_its_options(name):
 
 @pytest.mark.parametrize("name", ["much augmentation", "color jitter"])
 def test_a_step_waits_for_nothing_without_triton(monkeypatch, name):
-    """Augmentation has plain PyTorch for builds that come without."""
-    monkeypatch.setattr("densefeed.pipelines.augment.fused.has_triton", lambda: False)
+    """Augmentation and targets have plain PyTorch for builds that come without."""
+    for module in ("augment.fused", "fused_targets"):
+        monkeypatch.setattr(f"densefeed.pipelines.{module}.has_triton", lambda: False)
     watch = run_step(with_options(LVVIT(), model_kwargs=("depth=2",), **OPTIONS[name]))
     assert watch.waits == []
     half = torch.float16 if name == "float16" else torch.bfloat16

@@ -9,12 +9,13 @@ except their gradient. They are operators of `torch.library`, so `torch.compile`
 instead of unrolling their loops over rows.
 """
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
+
+from densefeed.system.devices import has_triton
 
 # N images   T tokens   K classes   M classes of an image's palette
 
@@ -127,7 +128,7 @@ def run_kernel(name: str, plain: Callable, *tensors: Tensor) -> Tensor | tuple[T
 
     The kernels sum in float32, and some builds of PyTorch for CUDA come without Triton.
     """
-    if tensors[0].dtype == torch.float64 or importlib.util.find_spec("triton") is None:
+    if tensors[0].dtype == torch.float64 or not has_triton():
         return plain(*tensors)
     # Imported here, because importing Triton takes a second, or fails.
     from densefeed.models.kernels import sparse_cross_entropy_triton

@@ -8,8 +8,6 @@ normalization with erasing, and the Views. The kernels (fused_triton.py) read th
 Blur and registered operations have no kernel. They run as before, after the others of their round.
 """
 
-import importlib.util
-from functools import cache
 from itertools import chain, groupby
 from operator import attrgetter
 from types import ModuleType
@@ -23,7 +21,7 @@ from densefeed.pipelines.augment.choices import AugmentPlan, Group
 from densefeed.pipelines.augment.groups import apply_group
 from densefeed.pipelines.augment.settings import CODES
 from densefeed.pipelines.augment.warp import ALMOST
-from densefeed.system.devices import send
+from densefeed.system.devices import has_triton, send
 
 # N samples   H, W pixels   R operations of a batch   M warped samples   B erased boxes
 
@@ -54,12 +52,6 @@ class SamplePlan(NamedTuple):
     cubic: Tensor  # float32 [M], 1 for bicubic, 0 for bilinear
     box_start: Tensor  # int32 [N + 1], the first box of each sample
     box: Tensor  # int32 [5 B]: top, left, height, width, offset in the noise table
-
-
-@cache
-def has_triton() -> bool:
-    """Return whether there is Triton: some builds of PyTorch for CUDA come without."""
-    return importlib.util.find_spec("triton") is not None
 
 
 def can_run(image: Tensor) -> bool:

@@ -16,7 +16,7 @@ from densefeed.pipelines.loader import ThreadedLoader
 
 NATIVE = Path(__file__).parents[1] / "densefeed" / "native"
 HERE = Path(__file__).parent / "native"
-FLAGS = ("-std=gnu11", "-fwrapv", "-Wall", "-Wextra", f"-I{NATIVE}")
+FLAGS = ("-std=gnu11", "-fwrapv", "-Wall", "-Wextra", "-Wno-psabi", f"-I{NATIVE}")
 LIBRARIES = ("-ljpeg", "-lm", "-lpthread")
 SOURCES = ("batch", "checksum", "maps", "resample", "sample", "scratch", "segments", "turbo")
 

@@ -23,8 +23,8 @@ static int is_finished(const Batch *batch) {
 }
 
 static void free_scratch(Scratch *scratch) {
-    free(scratch->encoded), free(scratch->planes), free(scratch->middle), free(scratch->weights);
-    free(scratch->seen);
+    free(scratch->encoded), free(scratch->segments), free(scratch->planes), free(scratch->middle);
+    free(scratch->weights), free(scratch->seen);
 }
 
 static void *work(void *argument) {

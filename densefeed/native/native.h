@@ -137,6 +137,7 @@ typedef struct Batch {
 /* Buffers of one thread. They grow on demand and are reused for every sample. */
 typedef struct {
     uint8_t *encoded; size_t encoded_room;
+    uint8_t *segments; size_t segments_room;
     uint8_t *planes; size_t planes_room;
     int16_t *middle; size_t middle_room;
     void *weights; size_t weights_room;

@@ -31,17 +31,133 @@ INLINE float filter_weight(int filter, float x) {
     return x < 1 ? (1.5f * x - 2.5f) * x * x + 1 : x < 2 ? ((-0.5f * x + 2.5f) * x - 4) * x + 2 : 0;
 }
 
+/* Numbers of 8 neighboring outputs. A comparison of two is -1 where it holds, else 0. */
+typedef float Floats __attribute__((vector_size(32)));
+typedef int32_t Ints __attribute__((vector_size(32)));
+typedef double Doubles __attribute__((vector_size(64)));
+
+INLINE Ints all(int value) {
+    return (Ints){value, value, value, value, value, value, value, value};
+}
+
+INLINE Ints either(Ints condition, Ints yes, Ints no) {
+    return (yes & condition) | (no & ~condition);
+}
+
+INLINE int any(Ints condition) {
+    int found = 0;
+    for (int n = 0; n < 8; n++) found |= condition[n];
+    return found;
+}
+
+INLINE int largest_of(Ints numbers) {
+    int largest = numbers[0];
+    for (int n = 1; n < 8; n++) largest = max(largest, numbers[n]);
+    return largest;
+}
+
+/* `filter_weight` of input k of each output, `offset` + k pixels from its center; 0 where k is not
+ * one of its `count` inputs. */
+INLINE Floats filter_weights(int filter, Floats offset, Ints count, Ints k, float inverse) {
+    Floats at = (offset + __builtin_convertvector(k, Floats)) * inverse;
+    Floats x = (Floats)((Ints)at & all(INT32_MAX)), weight = 1.0f - x;
+    Ints inside = (k >= all(0)) & (k < count);
+    if (filter == BICUBIC) {
+        Floats near = (1.5f * x - 2.5f) * x * x + 1.0f;
+        Floats far = ((-0.5f * x + 2.5f) * x - 4.0f) * x + 2.0f;
+        weight = (Floats)either(x < 1.0f, (Ints)near, (Ints)far);
+        return (Floats)((Ints)weight & inside & (x < 2.0f));
+    }
+    return (Floats)((Ints)weight & inside & (x < 1.0f));
+}
+
+/* Compute the taps of outputs i to i + 7 as set_taps does, bit for bit. `room` is for 8 floats per
+ * tap. Returns 0, and has changed nothing, if an output needs set_taps: chroma at the edge of the
+ * plane, and boxes too thin for float32 weights. */
+INLINE int set_eight_taps(Axis *axis, float *room, int i, int size, int filter, double from,
+    double scale, double support, float inverse, int low, int high, int mirror, int smooth,
+    int extent) {
+    const Ints order = {0, 1, 2, 3, 4, 5, 6, 7};
+    Ints output = mirror ? all(size - 1 - i) - order : all(i) + order;
+    Doubles center = from + (__builtin_convertvector(output, Doubles) + 0.5) * scale;
+    Ints end = __builtin_convertvector(center + support + 0.5, Ints);
+    Ints start = __builtin_convertvector(center - support + 0.5, Ints);
+    end = either(end < all(high), end, all(high));
+    start = either(start > all(low), start, all(low));
+    start = either(start < end - all(1), start, end - all(1));
+    Floats offset = __builtin_convertvector(
+        __builtin_convertvector(start, Doubles) + 0.5 - center, Floats);
+    Ints count = end - start, first = start, last = end - all(1);
+    if (smooth) {
+        first = (start - all(1)) >> 1, last = end >> 1;
+        if (any((first < all(0)) | (last > all(extent - 1)))) return 0;
+    }
+    int taps = largest_of(last - first) + 1;
+    Floats total = {0}, before = {0}, weight;
+    /* Of a smooth plane, a tap has two inputs and a part of their neighbors. */
+    Ints k = smooth ? 2 * first - start : all(0);
+    Floats here = filter_weights(filter, offset, count, k, inverse);
+    for (int tap = 0; tap < taps; tap++) {
+        total += here;
+        k += all(1);
+        Floats next = filter_weights(filter, offset, count, k, inverse);
+        weight = here;
+        if (smooth) {
+            total += next;
+            k += all(1);
+            Floats after = filter_weights(filter, offset, count, k, inverse);
+            weight = 0.75f * (here + next) + 0.25f * (before + after);
+            before = next, next = after;
+        }
+        here = next;
+        memcpy(room + 8 * tap, &weight, sizeof weight);
+    }
+    if (any(total == 0.0f)) return 0;
+    int one = filter == BICUBIC ? ONE_CUBIC : ONE;
+    Floats unit = (float)one / total;
+    Ints sum = all(0), most = all(INT32_MIN), largest = all(0);
+    int16_t *to = axis->weight + (size_t)i * axis->room;
+    for (int tap = 0; tap < taps; tap++) {
+        memcpy(&weight, room + 8 * tap, sizeof weight);
+        weight *= unit;
+        /* Half a unit with the weight's sign. */
+        Floats half = (Floats)(((Ints)weight & all(INT32_MIN)) | all(0x3F000000));
+        Ints rounded = __builtin_convertvector(weight + half, Ints), more = rounded > most;
+        sum += rounded;
+        most = either(more, rounded, most), largest = either(more, all(tap), largest);
+        /* Behind an output's own taps there is room, for zeros. */
+        for (int n = 0; n < 8; n++) to[n * axis->room + tap] = (int16_t)rounded[n];
+    }
+    for (int n = 0; n < 8; n++) {
+        to[n * axis->room + largest[n]] += (int16_t)(one - sum[n]);
+        axis->start[i + n] = first[n], axis->count[i + n] = last[n] - first[n] + 1;
+        axis->low = min(axis->low, first[n]), axis->high = max(axis->high, last[n] + 1);
+    }
+    return 1;
+}
+
 /* Compute the taps of one axis of one plane, for the box `from` .. `from + length` in pixels of the
  * whole image, of which only those in [low, high) may be used. `smooth`: the plane is at half
  * resolution, and libjpeg would first interpolate it with weights 3/4 and 1/4. */
-static void set_taps(Axis *axis, float *room, int size, int filter, double from, double length,
-    int low, int high, int mirror, int ratio, int smooth, int extent) {
+FOR_EVERY_CPU static void set_taps(Axis *axis, float *room, int size, int filter, double from,
+    double length, int low, int high, int mirror, int ratio, int smooth, int extent) {
     double scale = length / size, unit_length = scale > 1 ? scale : 1;
     double support = filter == BICUBIC ? 2 * unit_length : unit_length;
     float inverse = (float)(1 / unit_length);
     float *whole = room + MARGIN, *half = whole + axis->room * ratio + 2 * MARGIN;
     axis->low = extent, axis->high = 0;
     for (int i = 0; i < size; i++) {
+        /* A third of the time of one by one. */
+        if (i % 8 == 0 && i + 8 <= size && (ratio == 1 || smooth)) {
+            /* `filter` as a constant: the compiler leaves out the other one. */
+            int done = filter == BICUBIC
+                ? set_eight_taps(axis, room, i, size, BICUBIC, from, scale, support, inverse, low,
+                    high, mirror, smooth, extent)
+                : set_eight_taps(axis, room, i, size, BILINEAR, from, scale, support, inverse, low,
+                    high, mirror, smooth, extent);
+            i += done ? 7 : 0;
+            if (done) continue;
+        }
         double center = from + ((mirror ? size - 1 - i : i) + 0.5) * scale;
         int end = min((int)(center + support + 0.5), high);
         int start = min(max((int)(center - support + 0.5), low), end - 1);
@@ -235,10 +351,10 @@ int resample(const Batch *batch, int index, Scratch *scratch, const Picture *pic
     int low_x = min((int)left, high_x - 1), low_y = min((int)top, high_y - 1);
 
     /* Room for the taps: an output has at most 2 * scale + 3 inputs, or twice as many if cubic. The
-     * floats hold `whole` and `half` of set_taps. */
+     * floats hold `whole` and `half` of set_taps, or those of set_eight_taps. */
     int reach = filter == BICUBIC ? 4 : 2;
     int room = (int)(reach * fmax(wide, tall) / size) + reach + 4;
-    size_t float_bytes = ROUND_UP((6 * (size_t)room + 6 * MARGIN) * sizeof(float), 64);
+    size_t float_bytes = ROUND_UP((8 * (size_t)room + 6 * MARGIN) * sizeof(float), 64);
     size_t axis_bytes = ROUND_UP(size * (2 * sizeof(int) + room * sizeof(int16_t)), 64);
     if (!GROW(scratch, weights, float_bytes + 6 * axis_bytes)) return NO_MEMORY;
     float *dense = scratch->weights;

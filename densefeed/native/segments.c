@@ -15,25 +15,38 @@
 #define INDEX_AT 6 /* offset of the mark: SOI, APP9 and its length come first */
 #define INDEX_FIXED 16 /* bytes of mark, header length, header CRC, number of rows */
 #define LONGEST 16 /* bits of a code */
-/* Bits that one look-up decodes. 10 and 12 are 3 % slower: longer codes, more cache misses. */
-#define FAST 11
+/* Bits that one look-up decodes: of code and value in FAST_AC, of the code alone in FAST_DC. For AC
+ * 10 and 12 are 3 % slower: longer codes, more cache misses. A DC look-up hits few codes, whose
+ * values would need as many bits again; both tables together leave the L1 cache room. */
+#define FAST_AC 11
+#define FAST_DC 8
 
 typedef struct {
-    uint32_t fast[1 << FAST]; /* value << 16 | zeros before it << 8 | MORE | bits to drop */
     uint32_t limit[LONGEST + 2]; /* first longer code, left-aligned to 16 bits */
     int first[LONGEST + 1]; /* symbol number of the first code of this length, minus that code */
     uint8_t symbol[256];
     int defined;
-} Huffman;
+} Codes;
+
+typedef struct {
+    Codes codes;
+    uint16_t fast[1 << FAST_DC]; /* bits of the value << 8 | bits to drop with it; 0: longer code */
+} DcTable;
+
+typedef struct {
+    Codes codes;
+    uint32_t fast[1 << FAST_AC]; /* value << 16 | zeros before it << 8 | MORE | bits to drop */
+} AcTable;
 #define MORE 0x40 /* the value is not in the look-up: its field holds its size in bits or LONGER */
-#define LONGER 0xFF /* the code itself is longer than FAST bits */
+#define LONGER 0xFF /* the code itself is longer than FAST_AC bits */
 #define END_OF_BLOCK 128 /* zeros: past the block's end, distinct from a run that is too long */
 
 typedef struct { int id, h, v, quant, dc, ac; } Component;
 typedef struct { int from, to; } Span; /* of MCUs, both inclusive */
 
 typedef struct {
-    Huffman dc[2], ac[2];
+    DcTable dc[2];
+    AcTable ac[2];
     /* In zigzag order: quantization factor, and position in the row-major block. */
     struct Place { uint16_t quant, at; } place[4][64];
     int quant_defined[4];
@@ -42,6 +55,7 @@ typedef struct {
     int mcu_width, mcu_height, mcus_across, mcus_down; /* pixels, MCUs */
     const uint8_t *rows; /* the index: length and CRC of each row of MCUs */
     size_t length; /* of the header, bytes */
+    size_t longest; /* row of MCUs of `down`, bytes */
     Span across, down; /* the MCUs that the crop needs */
     const uint8_t *data; /* the remaining rows of MCUs of `down` */
 } Header;
@@ -65,43 +79,61 @@ int segments_header(const uint8_t *bytes, size_t length) {
     return header < 1 << 20 ? (int)header : 0;
 }
 
-/* Build the look-up table of a Huffman code. Returns 0 if it is not a prefix code or contains a
- * symbol that baseline JPEG does not have. */
-static int build_table(Huffman *table, const uint8_t *counts, const uint8_t *symbols, int is_dc) {
+/* Assign the codes to their symbols. Returns 0 if it is not a prefix code or contains a symbol that
+ * baseline JPEG does not have. */
+static int assign_codes(Codes *codes, const uint8_t *counts, const uint8_t *symbols, int is_dc) {
     uint32_t code = 0;
     int total = 0;
-    for (int n = 0; n < 1 << FAST; n++) table->fast[n] = LONGER << 16 | MORE;
     for (int length = 1; length <= LONGEST; length++) {
-        table->first[length] = total - (int)code;
-        for (int n = 0; n < counts[length - 1]; n++, code++, total++) {
-            uint8_t symbol = symbols[total];
+        codes->first[length] = total - (int)code;
+        for (int n = 0; n < counts[length - 1]; n++, code++) {
+            uint8_t symbol = codes->symbol[total] = symbols[total];
             int zeros = is_dc ? 0 : symbol >> 4, size = is_dc ? symbol : symbol & 15;
             if (code >> length || size > (is_dc ? 11 : 10)) return 0;
             if (!is_dc && !size && zeros && zeros != 15) return 0;
-            if (!is_dc && !size && !zeros) zeros = END_OF_BLOCK;
-            table->symbol[total] = symbol;
-            if (length > FAST) continue;
-            uint32_t *entry = table->fast + (code << (FAST - length));
+            total++;
+        }
+        codes->limit[length] = code << (LONGEST - length);
+        code <<= 1;
+    }
+    codes->limit[LONGEST + 1] = ~0u;
+    return codes->defined = 1;
+}
+
+/* Fill the look-up for codes of first coefficients. */
+static void fill_dc(DcTable *table, const uint8_t *counts) {
+    uint16_t *entry = table->fast;
+    const uint8_t *size = table->codes.symbol;
+    memset(table->fast, 0, sizeof table->fast);
+    for (int length = 1; length <= FAST_DC; length++)
+        for (int n = 0; n < counts[length - 1]; n++, size++)
+            for (int k = 0; k < 1 << (FAST_DC - length); k++)
+                *entry++ = (uint16_t)(*size << 8 | (length + *size));
+}
+
+/* Fill the look-up for codes of the other coefficients. */
+static void fill_ac(AcTable *table, const uint8_t *counts) {
+    uint32_t *entry = table->fast;
+    const uint8_t *symbol = table->codes.symbol;
+    for (int length = 1; length <= FAST_AC; length++)
+        for (int n = 0; n < counts[length - 1]; n++, symbol++) {
+            int size = *symbol & 15, zeros = *symbol ? *symbol >> 4 : END_OF_BLOCK;
             /* If it fits, the look-up decodes the value's own bits too. */
-            int fits = length + size <= FAST, bits = fits ? size : 0;
+            int fits = length + size <= FAST_AC, bits = fits ? size : 0;
             uint32_t low = zeros << 8 | (fits ? length + size : MORE | length);
             for (int k = 0; k < 1 << bits; k++) {
                 int value = !fits ? size : size && k < 1 << (size - 1) ? k - (1 << size) + 1 : k;
-                for (int n = 0; n < 1 << (FAST - length - bits); n++)
+                for (int n = 0; n < 1 << (FAST_AC - length - bits); n++)
                     *entry++ = (uint32_t)value << 16 | low;
             }
         }
-        table->limit[length] = code << (LONGEST - length);
-        code <<= 1;
-    }
-    table->limit[LONGEST + 1] = ~0u;
-    return table->defined = 1;
+    while (entry < table->fast + (1 << FAST_AC)) *entry++ = LONGER << 16 | MORE;
 }
 
 /* Parse the markers up to the scan. Returns 0 if our packer does not write such markers. */
 static int parse(Header *header, const uint8_t *bytes, size_t length) {
     memset(header->quant_defined, 0, sizeof header->quant_defined);
-    for (int n = 0; n < 2; n++) header->dc[n].defined = header->ac[n].defined = 0;
+    for (int n = 0; n < 2; n++) header->dc[n].codes.defined = header->ac[n].codes.defined = 0;
     header->components = header->interval = 0;
     int jfif = 0, adobe = -1;
     for (size_t at = 2; at + 4 <= length;) {
@@ -122,8 +154,10 @@ static int parse(Header *header, const uint8_t *bytes, size_t length) {
                 int total = 0, is_dc = !(*body >> 4), which = *body & 15;
                 for (int n = 1; n <= LONGEST; n++) total += body[n];
                 if (*body >> 4 > 1 || which > 1 || total > 256 || body + 17 + total > end) return 0;
-                Huffman *table = is_dc ? &header->dc[which] : &header->ac[which];
-                if (!build_table(table, body + 1, body + 17, is_dc)) return 0;
+                Codes *codes = is_dc ? &header->dc[which].codes : &header->ac[which].codes;
+                if (!assign_codes(codes, body + 1, body + 17, is_dc)) return 0;
+                if (is_dc) fill_dc(&header->dc[which], body + 1);
+                else fill_ac(&header->ac[which], body + 1);
                 body += 17 + total;
             }
             if (body != end) return 0;
@@ -147,7 +181,7 @@ static int parse(Header *header, const uint8_t *bytes, size_t length) {
                 Component *c = &header->component[n];
                 c->dc = body[2 + 2 * n] >> 4, c->ac = body[2 + 2 * n] & 15;
                 if (body[1 + 2 * n] != c->id || c->dc > 1 || c->ac > 1) return 0;
-                if (!header->dc[c->dc].defined || !header->ac[c->ac].defined) return 0;
+                if (!header->dc[c->dc].codes.defined || !header->ac[c->ac].codes.defined) return 0;
                 if (!header->quant_defined[c->quant]) return 0;
             }
             /* Guess like libjpeg whether the planes are R, G, B or Y, Cb, Cr. */
@@ -196,79 +230,70 @@ static int open_header(Header *header, const uint8_t *bytes, size_t length, char
 
 /* ------------------------------------------------------------------------- Entropy decoding */
 typedef struct {
-    const uint8_t *at, *end; /* of one segment */
-    uint64_t bits; /* left-aligned */
-    int count, invented; /* valid bits; those of them that are zeros from past the end */
+    const uint8_t *at; /* in a segment without stuffed zeros, or at most SLACK bytes past its end */
+    uint64_t bits; /* left-aligned; behind the valid bits some of the next ones */
+    int count; /* valid bits */
 } Bits;
 
-/* Fill up to at least 56 bits. Past the end of the segment they are zeros. */
+/* Zeros after a segment. A damaged block takes at most 27 + 63 * 26 bits, which is noticed at its
+ * end; bits are read ahead by up to 8 bytes before it and after it, 8 at once. */
+#define SLACK 256
+
+/* Fill up to at least 56 bits. */
 INLINE void refill(Bits *b) {
-    if (__builtin_expect(b->end - b->at >= 8, 1)) {
-        uint64_t next;
-        memcpy(&next, b->at, 8);
-        next = __builtin_bswap64(next);
-        int has_ff = (next & ~(next + 0x0101010101010101u) & 0x8080808080808080u) != 0;
-        if (__builtin_expect(!has_ff, 1)) {
-            int bytes = (63 - b->count) >> 3;
-            b->bits |= next >> b->count;
-            b->at += bytes, b->count += 8 * bytes;
-            return;
-        }
-    }
-    for (; b->count <= 55; b->count += 8) {
-        uint64_t byte = 0;
-        if (b->at < b->end) {
-            byte = *b->at++;
-            if (byte == 0xFF) b->at++; /* a stuffed zero */
-        } else {
-            b->invented += 8;
-        }
-        b->bits |= byte << (56 - b->count);
-    }
+    uint64_t next;
+    memcpy(&next, b->at, 8);
+    b->bits |= __builtin_bswap64(next) >> b->count;
+    b->at += (63 - b->count) >> 3;
+    b->count |= 56;
 }
 
 INLINE void drop(Bits *b, int count) { b->bits <<= count, b->count -= count; }
 
-/* Read the next `size` bits as JPEG encodes a signed value. */
+/* Return the signed value that the lowest `size` bits of `bits` encode in JPEG. */
+INLINE int extend(uint64_t bits, int size) {
+    int value = (int)(bits & ((1u << size) - 1));
+    return value < (1 << size) >> 1 ? value - (1 << size) + 1 : value;
+}
+
+/* Read the value of the next `size` bits. */
 INLINE int take(Bits *b, int size) {
     if (!size) return 0;
-    int value = (int)(b->bits >> (64 - size));
+    uint64_t value = b->bits >> (64 - size);
     drop(b, size);
-    return value < 1 << (size - 1) ? value - (1 << size) + 1 : value;
+    return extend(value, size);
 }
 
-/* Decode a symbol whose code is longer than FAST bits. Returns -1 if there is no such code. */
-static int long_symbol(const Huffman *table, Bits *b) {
+/* Decode a symbol whose code is longer than `known` bits. Returns -1 if there is no such code. */
+static int long_symbol(const Codes *codes, int known, Bits *b) {
     uint32_t code = (uint32_t)(b->bits >> (64 - LONGEST));
-    int length = FAST + 1;
-    while (length <= LONGEST && code >= table->limit[length]) length++;
+    int length = known + 1;
+    while (length <= LONGEST && code >= codes->limit[length]) length++;
     if (length > LONGEST) return -1;
     drop(b, length);
-    return table->symbol[(table->first[length] + (int)(code >> (LONGEST - length))) & 255];
+    return codes->symbol[(codes->first[length] + (int)(code >> (LONGEST - length))) & 255];
 }
 
-/* Decode and dequantize the first coefficient of a block. Returns 0 if the data is damaged. */
-INLINE int decode_first(Bits *b, const Huffman *dc, int quant, int *prediction, int16_t *block) {
-    refill(b);
-    uint32_t entry = dc->fast[b->bits >> (64 - FAST)];
-    int size = entry >> 16;
-    if (__builtin_expect(!(entry & MORE), 1)) {
+/* Decode and dequantize the first coefficient of a block, from at most 27 bits. 0: damaged. */
+INLINE int decode_first(Bits *b, const DcTable *dc, int quant, int *prediction, int16_t *block) {
+    uint32_t entry = dc->fast[b->bits >> (64 - FAST_DC)];
+    if (__builtin_expect(entry != 0, 1)) {
+        *prediction += extend(b->bits >> (64 - (entry & 63)), entry >> 8);
         drop(b, entry & 63);
-        *prediction += (int32_t)entry >> 16;
     } else {
-        if (size != LONGER) drop(b, entry & 31);
-        else if ((size = long_symbol(dc, b)) < 0) return 0;
+        int size = long_symbol(&dc->codes, FAST_DC, b);
+        if (size < 0) return 0;
         *prediction += take(b, size);
     }
     block[0] = (int16_t)(*prediction * quant);
     return 1;
 }
 
-/* Decode the coefficient at or after *k; move *k past it, or on by END_OF_BLOCK. 0: damaged. */
+/* Decode the coefficient at or after *k, from at most 26 bits; move *k past it, or on by
+ * END_OF_BLOCK. 0: damaged. */
 INLINE int decode_next(
-    Bits *b, const Huffman *ac, const struct Place place[64], int *k, int16_t *block) {
-    if (b->count < 32) refill(b);
-    uint32_t entry = ac->fast[b->bits >> (64 - FAST)];
+    Bits *b, const AcTable *ac, const struct Place place[64], int *k, int16_t *block) {
+    uint32_t entry = ac->fast[b->bits >> (64 - FAST_AC)];
     int value = (int32_t)entry >> 16;
     if (__builtin_expect(!(entry & MORE), 1)) {
         drop(b, entry & 63);
@@ -278,7 +303,7 @@ INLINE int decode_next(
         *k += entry >> 8 & 255;
         value = take(b, value);
     } else {
-        int symbol = long_symbol(ac, b);
+        int symbol = long_symbol(&ac->codes, FAST_AC, b);
         if (symbol < 0) return 0;
         *k += symbol ? symbol >> 4 : END_OF_BLOCK;
         value = take(b, symbol & 15);
@@ -423,100 +448,199 @@ __attribute__((constructor)) static void choose_transform(void) {
 #endif
 }
 
-/* ------------------------------------------------------------------------- Rows of MCUs */
-/* One row of MCUs. All blocks of an MCU are decoded before the first is transformed: loading a
- * vector right after its parts were stored separately would stall. */
+/* ------------------------------------------------------------------------- Segments */
+/* A row of MCUs. All blocks of an MCU are decoded before the first is transformed: loading a vector
+ * right after its parts were stored separately would stall. */
 typedef struct {
     const uint8_t *at, *end; /* the remaining bytes of the row */
+    uint8_t *clean; /* room for a segment without stuffed zeros */
+    const uint8_t *clean_end;
     uint8_t *out[3]; /* where the first MCU of the span goes in each plane */
-    int marker; /* number of the row's first segment */
-    Bits bits;
+    int number, segment; /* of the row; the next segment in it */
+    int mcu, until; /* the next MCU, and the last of the segment */
     int prediction[3];
     int flat[6]; /* per block: only the first coefficient is nonzero */
     int16_t block[6][64] __attribute__((aligned(64))); /* dequantized, row-major; reset after use */
 } Row;
 
-/* Find the end of the segment at `at`: its restart marker or the end of the row. */
-static const uint8_t *segment_end(const uint8_t *at, const uint8_t *end) {
-    while ((at = memchr(at, 0xFF, end - at)) && at + 1 < end && at[1] == 0) at += 2;
-    return at && at + 1 < end ? at : end;
+/* Copy the segment at `at` without stuffed zeros to *to and advance that, unless it is NULL.
+ * Returns the segment's end: its restart marker or the end of the row. */
+static const uint8_t *copy_segment(const uint8_t *at, const uint8_t *end, uint8_t **to) {
+    for (const uint8_t *from = at;; from = at) {
+        at = memchr(at, 0xFF, end - at);
+        if (!at || at + 1 == end) at = end;
+        int stuffed = at < end && at[1] == 0;
+        size_t length = at - from + stuffed;
+        if (*to) memcpy(*to, from, length), *to += length;
+        if (!stuffed) return at;
+        at += 2;
+    }
 }
 
-/* Advance to the next segment of a row. Returns 0 if there is none with this number. */
-static int next_segment(Row *row, int number) {
-    if (row->at >= row->end) return 0;
-    const uint8_t *stop = segment_end(row->at, row->end);
-    if (stop != row->end && stop[1] != 0xD0 + ((row->marker + number) & 7)) return 0;
-    row->bits = (Bits){.at = row->at, .end = stop};
+/* Advance to the next segment of a row, and copy this one unless `to` is NULL. Returns its end, or
+ * NULL if there is none with this number. */
+static const uint8_t *next_segment(const Header *header, Row *row, uint8_t *to) {
+    if (row->at >= row->end) return NULL;
+    int marker = row->number * (header->mcus_across / header->interval) + row->segment++;
+    const uint8_t *stop = copy_segment(row->at, row->end, &to);
+    if (stop != row->end && stop[1] != 0xD0 + (marker & 7)) return NULL;
+    if (to) row->clean_end = to, memset(to, 0, SLACK);
     row->at = stop == row->end ? stop : stop + 2;
-    memset(row->prediction, 0, sizeof row->prediction);
-    return 1;
+    return stop;
 }
 
-/* Decode the MCUs that the crop needs in one row of MCUs, or in two at once: a look-up waits for
- * the previous one of its own row only (5 % less decoding time). Without planes (`step` is NULL)
- * only the entropy coding is checked. Returns 0 if damaged. */
-FOR_EVERY_CPU static int decode_rows(
-    const Header *header, Row *row, int rows, const size_t step[3]) {
-    Span span = header->across;
-    /* For each block of an MCU: byte distance between MCUs, and offset within one. */
-    struct { int plane; size_t stride, offset; } place[6];
-    size_t steps[6];
-    int blocks = 0, interval = header->interval;
-    for (int n = 0; n < header->components; n++) {
-        const Component *c = &header->component[n];
-        for (int k = 0; k < c->v * c->h; k++, blocks++) {
-            size_t column = step ? step[n] : 0;
-            steps[blocks] = column, place[blocks].plane = n;
-            place[blocks].stride = c->h * 8 * column;
-            place[blocks].offset = k % c->h * 8 * column + k / c->h * 8;
+/* What all rows of an image share: the blocks of an MCU, and where their pixels go. */
+typedef struct {
+    Header *header;
+    Sample *sample;
+    struct Block {
+        const DcTable *dc;
+        const AcTable *ac;
+        const struct Place *place;
+        int plane;
+        size_t stride, offset; /* bytes between MCUs, and within one */
+    } block[6];
+    size_t step[6]; /* bytes between columns of pixels, per block */
+    uint8_t *out[3];
+    int blocks;
+    int shown; /* the first MCU that is written */
+    int next; /* the row that begins next */
+} Decoding;
+
+/* Write the pixels of an MCU, and clear its coefficients. */
+static void finish_mcu(const Decoding *d, Row *row) {
+    if (row->mcu >= d->shown) {
+        uint8_t *to[6];
+        for (int n = 0; n < d->blocks; n++) {
+            const struct Block *b = &d->block[n];
+            int mcu = row->mcu - d->header->across.from;
+            to[n] = row->out[b->plane] + mcu * b->stride + b->offset;
         }
+        transform(row->block, row->flat, d->blocks, to, d->step);
     }
-    int first = span.from / interval, final = span.to / interval;
-    int shown = step ? span.from : header->mcus_across; /* the first MCU that is written */
-    for (int segment = 0; segment <= final; segment++) {
-        for (int r = 0; r < rows; r++)
-            if (!next_segment(&row[r], segment)) return 0;
-        if (segment < first) continue;
-        int mcu = segment * interval;
-        int until = min(mcu + interval - 1, span.to);
-        /* Copies, which the compiler keeps in registers. */
-        Bits one = row[0].bits, two = row[rows - 1].bits;
-        for (; mcu <= until; mcu++) {
-            for (int k = 0; k < blocks; k++) {
-                int plane = place[k].plane, at = 1, other_at = 1;
-                const Component *c = &header->component[plane];
-                const Huffman *dc = &header->dc[c->dc], *ac = &header->ac[c->ac];
-                const struct Place *p = header->place[c->quant];
-                int16_t *block = row[0].block[k], *other = row[rows - 1].block[k];
-                if (!decode_first(&one, dc, p->quant, &row[0].prediction[plane], block)) return 0;
-                if (rows == 2) {
-                    if (!decode_first(&two, dc, p->quant, &row[1].prediction[plane], other))
-                        return 0;
-                    while (at < 64 && other_at < 64)
-                        if (!decode_next(&one, ac, p, &at, block)
-                            || !decode_next(&two, ac, p, &other_at, other)) return 0;
-                    while (other_at < 64)
-                        if (!decode_next(&two, ac, p, &other_at, other)) return 0;
-                    row[1].flat[k] = other_at == 1 + END_OF_BLOCK;
-                }
-                while (at < 64)
-                    if (!decode_next(&one, ac, p, &at, block)) return 0;
-                row[0].flat[k] = at == 1 + END_OF_BLOCK;
-            }
-            for (int r = 0; r < rows; r++) {
-                uint8_t *to[6]; /* MCUs before the span are not written */
-                for (int k = 0; k < blocks && mcu >= shown; k++)
-                    to[k] = row[r].out[place[k].plane] + (mcu - span.from) * place[k].stride
-                        + place[k].offset;
-                if (mcu >= shown) transform(row[r].block, row[r].flat, blocks, to, steps);
-                memset(row[r].block, 0, blocks * sizeof row[r].block[0]);
-            }
-        }
-        /* No bit from past the end of the segment may have been used. */
-        if (one.invented > one.count || (rows == 2 && two.invented > two.count)) return 0;
+    memset(row->block, 0, d->blocks * sizeof row->block[0]);
+    row->mcu++;
+}
+
+/* Fail because of the bytes of a row, whose checksum says that they were written so. Declared cold,
+ * so that the calls do not lie between what runs: 6 % of the decoding time. */
+__attribute__((cold)) static int report_corrupt(
+    Sample *sample, const Header *header, const Row *row) {
+    return fail(sample->message, DAMAGED, "the segments at pixel row %d are corrupt",
+        row->number * header->mcu_height);
+}
+
+/* Begin the next segment of a row. */
+static int begin_segment(const Decoding *d, Row *row) {
+    int interval = d->header->interval;
+    row->mcu = row->segment * interval;
+    row->until = min(row->mcu + interval - 1, d->header->across.to);
+    memset(row->prediction, 0, sizeof row->prediction);
+    if (!next_segment(d->header, row, row->clean)) return report_corrupt(d->sample, d->header, row);
+    return OK;
+}
+
+/* Begin row `number` of MCUs, the first of the remaining ones, and verify its checksum. */
+static int begin_row(Header *header, Sample *sample, int number, Row *row) {
+    const uint8_t *entry = header->rows + 8 * number;
+    row->at = header->data, row->end = header->data += u32(entry);
+    row->number = number, row->segment = 0;
+    if (densefeed_crc32(row->at, u32(entry), 0) == u32(entry + 4)) return OK;
+    int first = number * header->mcu_height;
+    return fail(sample->message, DAMAGED, "the bytes of pixel rows %d to %d do not match their"
+        " checksum", first, first + header->mcu_height - 1);
+}
+
+/* Begin the next row of the span, if there is one; its first segment is the one that the crop
+ * needs. */
+static int take_row(Decoding *d, Row *row) {
+    Header *header = d->header;
+    row->until = -1;
+    if (d->next > header->down.to) return OK;
+    size_t above = d->next - header->down.from;
+    TRY(begin_row(header, d->sample, d->next++, row));
+    for (int n = 0; n < header->components && d->out[n]; n++)
+        row->out[n] = d->out[n] + above * header->component[n].v * 8;
+    while (row->segment < header->across.from / header->interval)
+        if (!next_segment(header, row, NULL)) return report_corrupt(d->sample, d->header, row);
+    return begin_segment(d, row);
+}
+
+/* ------------------------------------------------------------------------- Rows of MCUs */
+/* The block of a row that is being decoded; the compiler keeps it in registers. */
+typedef struct {
+    Bits bits;
+    const AcTable *ac;
+    const struct Place *place;
+    int16_t *block;
+    int k, n; /* the next coefficient; the block's number in its MCU */
+} Cursor;
+
+/* Begin block `n` of an MCU; at least 29 bits remain. */
+INLINE int begin_block(const Decoding *d, Row *row, Cursor *c, int n) {
+    const struct Block *b = &d->block[n];
+    c->n = n, c->k = 1, c->block = row->block[n], c->ac = b->ac, c->place = b->place;
+    refill(&c->bits);
+    if (decode_first(&c->bits, b->dc, b->place->quant, &row->prediction[b->plane], c->block))
+        return OK;
+    return report_corrupt(d->sample, d->header, row);
+}
+
+enum { DONE = -1 };
+
+/* Begin the first block of a row's segment, or return DONE if there are no more rows. */
+INLINE int begin_blocks(const Decoding *d, Row *row, Cursor *c) {
+    if (row->until < 0) return DONE;
+    c->bits = (Bits){.at = row->clean};
+    return begin_block(d, row, c, 0);
+}
+
+/* Begin what comes after the last coefficient of a block; return DONE after the last row. */
+INLINE int next_block(Decoding *d, Row *row, Cursor *c) {
+    /* No bit from past the end of the segment may have been used. */
+    if (c->bits.at - c->bits.count / 8 > row->clean_end)
+        return report_corrupt(d->sample, d->header, row);
+    row->flat[c->n] = c->k == 1 + END_OF_BLOCK;
+    if (c->n + 1 < d->blocks) return begin_block(d, row, c, c->n + 1);
+    finish_mcu(d, row);
+    if (row->mcu <= row->until) return begin_block(d, row, c, 0);
+    TRY(row->mcu <= d->header->across.to ? begin_segment(d, row) : take_row(d, row));
+    return begin_blocks(d, row, c);
+}
+
+/* Decode a coefficient of a row, and begin what comes after its block; after the last row, do
+ * `at_end`. */
+#define STEP(c, row, at_end) \
+    if (!decode_next(&c.bits, c.ac, c.place, &c.k, c.block)) \
+        return report_corrupt(d->sample, d->header, row); \
+    if (__builtin_expect(c.k > 63, 0)) { \
+        int status = next_block(d, row, &c); \
+        if (status == DONE) { at_end; } \
+        if (status) return status; \
     }
-    return 1;
+
+/* Decode all rows of MCUs, two at once: a look-up waits for the previous one of its own row only.
+ * One at a time takes 17 % longer, three save 2 %. */
+FOR_EVERY_CPU static int decode_rows(Decoding *d, Row rows[2]) {
+    Row *one = &rows[0], *two = &rows[1];
+    Cursor a, b;
+    TRY(take_row(d, one));
+    TRY(begin_blocks(d, one, &a));
+    TRY(take_row(d, two));
+    int status = begin_blocks(d, two, &b);
+    if (status > 0) return status;
+    while (status == OK) {
+        refill(&a.bits), refill(&b.bits);
+        STEP(a, one, a = b; one = two; break)
+        STEP(b, two, break)
+        STEP(a, one, a = b; one = two; break)
+        STEP(b, two, break)
+    }
+    for (;;) {
+        refill(&a.bits);
+        STEP(a, one, return OK)
+        STEP(a, one, return OK)
+    }
 }
 
 /* Open an image with our index: find the MCUs that `box` needs, and load the bytes of their rows.
@@ -533,10 +657,14 @@ static int open_rows(Header *header, Sample *sample, Scratch *scratch, const uin
     header->down.from = max(box.top - 2, 0) / header->mcu_height;
     header->down.to = min((box.bottom + 1) / header->mcu_height, header->mcus_down - 1);
     size_t start = header->length, length = 0, whole = header->length + 2;
+    header->longest = 0;
     for (int row = 0; row < header->mcus_down; row++) {
         size_t bytes = u32(header->rows + 8 * row);
         if (row < header->down.from) start += bytes;
-        else if (row <= header->down.to) length += bytes;
+        else if (row <= header->down.to) {
+            length += bytes;
+            header->longest = bytes > header->longest ? bytes : header->longest;
+        }
         whole += bytes;
     }
     if (whole != (size_t)sample->length)
@@ -552,38 +680,34 @@ static int open_rows(Header *header, Sample *sample, Scratch *scratch, const uin
     return OK;
 }
 
-/* Begin row `number` of MCUs, the first of the remaining ones, and verify its checksum. */
-static int begin_row(Header *header, Sample *sample, int number, Row *row) {
-    const uint8_t *entry = header->rows + 8 * number;
-    row->at = header->data, row->end = header->data += u32(entry);
-    row->marker = number * (header->mcus_across / header->interval);
-    if (densefeed_crc32(row->at, u32(entry), 0) == u32(entry + 4)) return OK;
-    int first = number * header->mcu_height;
-    return fail(sample->message, DAMAGED, "the bytes of pixel rows %d to %d do not match their"
-        " checksum", first, first + header->mcu_height - 1);
-}
-
-/* 36 KB, too much for the stack of a thread. */
+/* 24 KB, too much for the stack of a thread. */
 static __thread Header header;
 
 /* Decode the MCUs of the span of `header` into planes at `out`, or only check them if `step` is
  * NULL. */
-static int decode_span(Sample *sample, uint8_t *const out[3], const size_t step[3]) {
-    Row row[2] = {0};
-    Span down = header.down;
-    for (int number = down.from, rows; number <= down.to; number += rows) {
-        rows = number < down.to ? 2 : 1;
-        for (int r = 0; r < rows; r++) {
-            TRY(begin_row(&header, sample, number + r, &row[r]));
-            size_t above = number + r - down.from;
-            for (int n = 0; n < header.components && step; n++)
-                row[r].out[n] = out[n] + above * header.component[n].v * 8;
+static int decode_span(
+    Sample *sample, Scratch *scratch, uint8_t *const out[3], const size_t step[3]) {
+    size_t room = header.longest + SLACK;
+    if (!GROW(scratch, segments, 2 * room)) return NO_MEMORY;
+    Decoding d = {
+        .header = &header, .sample = sample, .next = header.down.from,
+        .shown = step ? header.across.from : header.mcus_across,
+    };
+    for (int n = 0; n < header.components; n++) {
+        const Component *c = &header.component[n];
+        size_t column = step ? step[n] : 0;
+        d.out[n] = step ? out[n] : NULL;
+        for (int k = 0; k < c->v * c->h; k++, d.blocks++) {
+            d.step[d.blocks] = column;
+            d.block[d.blocks] = (struct Block){
+                &header.dc[c->dc], &header.ac[c->ac], header.place[c->quant], n,
+                .stride = c->h * 8 * column, .offset = k % c->h * 8 * column + k / c->h * 8,
+            };
         }
-        if (!decode_rows(&header, row, rows, step))
-            return fail(sample->message, DAMAGED, "the segments at pixel row %d are corrupt",
-                number * header.mcu_height);
     }
-    return OK;
+    Row rows[2] = {0};
+    for (int n = 0; n < 2; n++) rows[n].clean = scratch->segments + n * room;
+    return decode_rows(&d, rows);
 }
 
 /* Decode the planes of `box` of an image with our index. */
@@ -616,14 +740,14 @@ int segments_decode(Sample *sample, Scratch *scratch, const uint8_t *head, size_
         out[n] = memory;
         memory += step[n] * columns * c->h * 8 + PADDING;
     }
-    return decode_span(sample, out, step);
+    return decode_span(sample, scratch, out, step);
 }
 
 /* Check the entropy coding of `box` of an image with our index. */
 static int check_box(
     Sample *sample, Scratch *scratch, const uint8_t *head, size_t head_length, Box box) {
     TRY(open_rows(&header, sample, scratch, head, head_length, box));
-    return decode_span(sample, NULL, NULL);
+    return decode_span(sample, scratch, NULL, NULL);
 }
 
 /* Check the entropy coding of a crop, unless `cut` says that the whole image passed: the other
@@ -673,12 +797,10 @@ int segments_cut(Sample *sample, Scratch *scratch, const uint8_t *head, size_t h
         Row row;
         TRY(begin_row(&header, sample, number, &row));
         for (int segment = 0; segment <= final; segment++) {
-            if (!next_segment(&row, segment))
-                return fail(sample->message, DAMAGED, "the segments at pixel row %d are corrupt",
-                    number * header.mcu_height);
+            const uint8_t *from = row.at, *stop = next_segment(&header, &row, NULL);
+            if (!stop) return report_corrupt(sample, &header, &row);
             if (segment < first) continue;
-            size_t length = row.bits.end - row.bits.at;
-            memcpy(out, row.bits.at, length), out += length;
+            memcpy(out, from, stop - from), out += stop - from;
             *out++ = 0xFF, *out++ = 0xD0 + (marker++ & 7);
         }
     }

@@ -253,6 +253,15 @@ class EpochPlan:
         # Exact in float64, so no draw is rounded up to 1.
         return drawn / 2.0**32
 
+    def crop_draws(
+        self, epoch: int, ids_N: np.ndarray, repeat_N: np.ndarray | int = 0
+    ) -> np.ndarray:
+        """Draw the numbers that `crops` reads: float64 `[23, N]`; of no use in evaluation.
+
+        Drawing them for several batches at once takes as long as for one of 32.
+        """
+        return self.draws(epoch, ids_N, CROP, range(2 * TRIES + 3), repeat_N)
+
     def crops(
         self,
         epoch: int,
@@ -260,17 +269,19 @@ class EpochPlan:
         height_N: np.ndarray,
         width_N: np.ndarray,
         repeat_N: np.ndarray | int = 0,
+        u: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Draw the crops of stored images: boxes, float64 `[N, 4]`, and flips, bool `[N]`.
 
         Boxes are (top, left, height, width) in pixels. `repeat_N` distinguishes the repeats of a
-        sample. Heights and widths may be of any integer type.
+        sample. Heights and widths may be of any integer type. `u` is `crop_draws` of the samples,
+        if the caller has it.
         """
         # A product of uint16 would wrap.
         height_N, width_N = np.asarray(height_N, np.int64), np.asarray(width_N, np.int64)
         if self.mode == "evaluate":
             return center_box(height_N, width_N, self.crop_pct), np.zeros(len(height_N), bool)
-        u = self.draws(epoch, ids_N, CROP, range(2 * TRIES + 3), repeat_N)
+        u = self.crop_draws(epoch, ids_N, repeat_N) if u is None else u
         down, right, mirror = u[2 * TRIES :]
         least, most = self.crop_scale
         area = height_N * width_N * (least + (most - least) * u[:TRIES])

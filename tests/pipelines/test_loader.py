@@ -11,10 +11,12 @@ import torch
 from PIL import Image
 from torchvision.transforms.v2 import functional as tv
 
+from densefeed.pipelines import loader as loader_module
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
+from densefeed.storage.geometry import crop_views
 from densefeed.storage.images import Images
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError
@@ -74,6 +76,18 @@ def test_batches_do_not_depend_on_threads_or_resume(beton, threads):
             whole[start:], epoch_of(FfcvSource(beton), start=start, threads=threads), strict=True
         ):
             assert_equal(one, other)
+
+
+@pytest.mark.parametrize("drawn", [1, 8, 1000])
+def test_crops_are_those_of_the_plan_however_many_are_drawn_at_once(beton, monkeypatch, drawn):
+    monkeypatch.setattr(loader_module, "DRAWN", drawn)
+    source = FfcvSource(beton)
+    for batch in epoch_of(source, start=1):
+        ids, repeats = batch.index.numpy(), batch.repeat.numpy()
+        samples = source.begin(ids).wait().samples
+        sides = samples["height"], samples["width"]
+        crops = loader(source).plan.crops(0, ids, *sides, repeats)
+        np.testing.assert_array_equal(batch.view.numpy(), crop_views(*crops, *sides))
 
 
 def test_pixels_are_close_to_torchvisions_resized_crop(folder):

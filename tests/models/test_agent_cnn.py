@@ -23,6 +23,8 @@ from densefeed.models.agent_cnn import (
 )
 from densefeed.models.token_transformer import TokenLogits
 
+from ..runs import meta_device
+
 HEADS = (1, 5, 6, 7, 8, 9, 17, 25)
 
 
@@ -150,7 +152,7 @@ def test_every_plain_attention_becomes_shared_conv(attention):
 )
 def test_an_agent_of_a_hybrid_has_the_patch_size_of_both_its_parts(name, size, patch):
     """So a base agent has the grid of the tokens."""
-    with torch.device("meta"):
+    with meta_device():
         vit = timm.create_model(name, depth=1, num_heads=6, embed_dim=96)
         assert vit_spec(vit).patch == patch
         (tokens,) = vit.forward_intermediates(
@@ -160,7 +162,7 @@ def test_an_agent_of_a_hybrid_has_the_patch_size_of_both_its_parts(name, size, p
 
 
 def test_patches_that_are_not_square_are_refused():
-    with torch.device("meta"):
+    with meta_device():
         vit = timm.create_model("test_vit", patch_size=(16, 8))
     with pytest.raises(ValueError, match="its patches, 16 x 8 pixels, are not square"):
         vit_spec(vit)
@@ -197,7 +199,7 @@ def test_a_block_with_shared_weights_equals_one_with_the_composed_kernels():
     ],
 )
 def test_parameter_counts_are_those_of_table_1(name, kwargs, counts):
-    with torch.device("meta"):
+    with meta_device():
         models = [timm.create_model(name, num_classes=classes, **kwargs) for classes in (10, 100)]
     assert tuple(sum(p.numel() for p in model.parameters()) for model in models) == counts
 
@@ -211,7 +213,7 @@ def test_parameter_counts_are_those_of_table_1(name, kwargs, counts):
     ],
 )
 def test_an_agent_with_shared_weights_has_few_of_its_own(vit, stem, private, total):
-    with torch.device("meta"):
+    with meta_device():
         vit = timm.create_model(vit, num_classes=100)
         agent = make_agent(vit, 100, shared=True, stem=stem)
         alone = make_agent(vit, 100, shared=False, stem=stem)
@@ -235,7 +237,7 @@ def test_an_agent_with_shared_weights_has_few_of_its_own(vit, stem, private, tot
     ],
 )
 def test_maps_have_the_sizes_of_tables_6_and_7(kwargs, sides):
-    with torch.device("meta"):
+    with meta_device():
         agent = AgentCNN(num_classes=10, **kwargs)
         last, maps = agent.forward_maps(torch.empty(2, 3, 224, 224))
     assert [block_map.shape[2:] for block_map in maps] == [(side, side) for side in sides]
@@ -243,7 +245,7 @@ def test_maps_have_the_sizes_of_tables_6_and_7(kwargs, sides):
 
 
 def test_a_base_agent_has_the_grid_of_its_transformer_at_any_patch_size():
-    with torch.device("meta"):
+    with meta_device():
         vit = timm.create_model("bootstrapping_vit_micro", num_classes=2)
         agent = make_agent(vit, 2, shared=False, stem="base")
         assert agent.forward_maps(torch.empty(2, 3, 64, 64))[0].shape[2:] == (8, 8)
@@ -286,7 +288,7 @@ def test_shared_weights_are_the_transformers_also_after_an_update():
     ],
 )
 def test_models_that_can_have_no_agent_are_refused(name, kwargs):
-    with torch.device("meta"):
+    with meta_device():
         model = timm.create_model(name, num_classes=2, **kwargs)
     with pytest.raises(ValueError, match="has no blocks of attention"):
         vit_spec(model)
@@ -297,7 +299,7 @@ def test_models_that_can_have_no_agent_are_refused(name, kwargs):
 )
 def test_dhvt_is_refused(kwargs):
     """Also with a plain MLP and a number of heads that has a CONV."""
-    with torch.device("meta"):
+    with meta_device():
         model = timm.create_model("dhvt_tiny_cifar_patch4", num_classes=2, depth=1, **kwargs)
     with pytest.raises(
         ValueError,

@@ -12,6 +12,7 @@ from densefeed.models import checkpoints
 from densefeed.models.cvt import CvT
 from densefeed.tools.model_costs import costs_by_name
 
+from ..runs import meta_device
 from . import plain_layers as plain
 
 MICRO = dict(dims=(8, 16, 32), depths=(1, 2, 2), num_heads=(1, 2, 4), num_classes=5)
@@ -36,7 +37,7 @@ def test_parameter_counts_are_exact_and_multiply_adds_match(name, params, multip
 
     The latter to the rounding of two digits, and of norms.
     """
-    with torch.device("meta"):
+    with meta_device():
         model = timm.create_model(name)
     drloc, channels, by_hand = name == "cvt_13_drloc", 3, 0
     for dim, depth, kernel in ((64, 1, 7), (192, 2, 3), (384, 10, 3)):

@@ -15,6 +15,7 @@ from densefeed.models.dhvt import DHVT, SOPE
 from densefeed.models.token_transformer import TokenFeatures, TokenLogits
 from densefeed.tools.model_costs import costs_by_name
 
+from ..runs import meta_device
 from . import plain_layers as plain
 
 # Table 11, one row per model: parameters as counted by the published code; parameters (M) and
@@ -56,7 +57,7 @@ def count(module) -> int:
 def test_parameter_counts_of_table_11_are_exact(name):
     """By hand, part by part; the printed table's millions are off by up to 0.07."""
     exact, millions, *_ = TABLE11[name]
-    with torch.device("meta"):
+    with meta_device():
         model = timm.create_model(name)
     d, h, classes = model.num_features, len(model.blocks[0].attn.head_pos[0]), model.num_classes
     channels, embedding = 3, 6 + 2 * d
@@ -82,8 +83,9 @@ def test_multiply_adds_with_and_without_attention(name):
     The table's numbers are without attention's products.
     """
     _, _, table, layers, without, whole = TABLE11[name]
-    costs, size = costs_by_name(name)
-    with torch.device("meta"):
+    with meta_device():
+        costs, size = costs_by_name(name)
+    with meta_device():
         model = timm.create_model(name)
     d, h, classes = model.num_features, len(model.blocks[0].attn.head_pos[0]), model.num_classes
     tokens = (size // model.patch_size) ** 2
@@ -105,7 +107,7 @@ def test_multiply_adds_with_and_without_attention(name):
 
 def test_parameter_counts_of_table_10():
     """224 pixels, 100 classes: 6.0 M and 23.7 M in the paper."""
-    with torch.device("meta"):
+    with meta_device():
         counts = [
             count(timm.create_model(f"dhvt_{size}_domain_patch16", num_classes=100))
             for size in ("tiny", "small")
@@ -125,7 +127,7 @@ def test_parameter_counts_of_table_10():
 )
 def test_parameter_counts_of_table_4(width, heads, block):
     """More heads have fewer parameters."""
-    with torch.device("meta"):
+    with meta_device():
         model = DHVT(embed_dim=width, num_heads=heads, depth=1)
     assert count(model.blocks[0]) == block
 

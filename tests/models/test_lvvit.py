@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from densefeed.models.lvvit import LVViT, Stem
 from densefeed.models.token_transformer import TokenFeatures, TokenLogits
 
+from ..runs import meta_device
+
 
 def tiny(**fields):
     torch.manual_seed(0)
@@ -29,7 +31,7 @@ def tiny(**fields):
 )
 def test_parameter_counts_are_exact(name, params, stem):
     """At 224 px and 1,000 classes, counted from the paper's layer tables and published stems."""
-    with torch.device("meta"):
+    with meta_device():
         model = timm.create_model(name)
     width, depth, classes, tokens = model.num_features, len(model.blocks), 1000, 14 * 14
     hidden = 3 * width
@@ -302,7 +304,7 @@ def count_by_hand(
 @pytest.mark.parametrize("row", ROWS)
 def test_every_ablation_has_the_parameter_count_by_hand_and_as_printed(row):
     arguments, millions = ROWS[row]
-    with torch.device("meta"):
+    with meta_device():
         model = timm.create_model("lvvit_s", **arguments)
     count = sum(p.numel() for p in model.parameters())
     assert count == count_by_hand(**arguments)
@@ -313,7 +315,7 @@ def test_every_ablation_has_the_parameter_count_by_hand_and_as_printed(row):
 
 
 def test_deit_s_has_timms_parameter_count_and_a_token_head_adds_its_own():
-    with torch.device("meta"):
+    with meta_device():
         ours = timm.create_model("lvvit_deit_s", token_head=False)
         timms = timm.create_model("deit_small_patch16_224")
         headed = timm.create_model("lvvit_deit_s")

@@ -14,6 +14,7 @@ from densefeed.models.t2t import T2TViT, TokenPerformer, sinusoids
 from densefeed.models.token_transformer import TokenLogits
 from densefeed.tools.model_costs import costs_by_name
 
+from ..runs import meta_device
 from . import plain_layers as plain
 
 MICRO = dict(img_size=64, embed_dim=24, depth=2, num_heads=3, token_dim=8, num_classes=5)
@@ -33,7 +34,7 @@ def test_parameter_counts_are_exact_and_multiply_adds_match():
 
     Buffers are frozen parameters in the published code, 79,744 numbers.
     """
-    with torch.device("meta"):
+    with meta_device():
         model = timm.create_model("t2t_vit_14")
 
     def performer(read: int) -> int:
@@ -50,7 +51,7 @@ def test_parameter_counts_are_exact_and_multiply_adds_match():
 
 
 def test_t2t_vit_7_has_the_published_parameter_count():
-    with torch.device("meta"):
+    with meta_device():
         assert count(timm.create_model("t2t_vit_7").parameters()) == 4_255_694
 
 

@@ -23,7 +23,7 @@ from densefeed.training.build import flops_shares
 from densefeed.training.ranks import Ranks
 from densefeed.training.speed import ActivationBytes, matmul_rate, peak_flops, training_flops
 
-from ..runs import model_for, objective_for, records
+from ..runs import meta_device, model_for, objective_for, records
 
 CPU = torch.device("cpu")
 
@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 )
 def test_flops_match_count_by_hand(name, size, D, depth, hidden, published):
     """Forward multiply-adds, layer by layer; two operations each, and backward is twice forward."""
-    with torch.device("meta"):
+    with meta_device():
         model = timm.create_model(name)
     half, T = size // 2, (size // 16) ** 2
     stem = half**2 * 64 * (3 * 49 + 2 * 64 * 9) + T * D * 64 * 64
@@ -54,7 +54,7 @@ def test_flops_match_count_by_hand(name, size, D, depth, hidden, published):
 )
 def test_flops_of_models_with_separate_class_token(name, kwargs):
     """PyTorch's counter hooks the gradient of such a token, which has no autograd function."""
-    with torch.device("meta"):
+    with meta_device():
         model = timm.create_model(name, **kwargs)
     assert training_flops(model, 224) > 6e7
 
@@ -119,7 +119,7 @@ def test_peak_rate_is_known_or_measured(monkeypatch):
 def test_mfu_is_the_share_of_the_peak_of_all_devices(micro, tmp_path, monkeypatch, fields):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
     config, ranks = micro(tmp_path, **fields), Ranks(0, 4, torch.device("cuda"))
-    with torch.device("meta"):
+    with meta_device():
         model = model_for(config)
     shares = flops_shares(config, objective_for(config), 2, ranks, torch.bfloat16)
     for side, share in zip(config.data.sides, shares.values(), strict=True):

@@ -103,10 +103,21 @@ def test_a_stdout_without_the_characters_of_a_name_escapes_them(monkeypatch):
     assert stream.buffer.getvalue() == rb"\xfc.beton: 6 images" + b"\n"
 
 
+# Imports `densefeed.system` without the package itself, whose imports take 5 s of processor time in
+# a new process. The modules of errors and of the terminal need none of them.
+ALONE = f"""
+import sys, types
+package = types.ModuleType("densefeed")
+package.__path__ = {[str(Path(errors.__file__).parents[1])]!r}
+sys.modules["densefeed"] = package
+from densefeed.system import errors, terminal
+assert "torch" not in sys.modules
+"""
+
+
 def run_writing_to(path: str | int, body: str, stream: str = "stdout") -> tuple[int, str]:
     """Return exit code and stderr of a command whose stdout is `path`, buffered as in a pipe."""
-    script = "from densefeed.system import errors, terminal\n"
-    script += f"def main():\n    {body}\nerrors.run(main)"
+    script = f"{ALONE}def main():\n    {body}\nerrors.run(main)"
     variables = {name: os.environ[name] for name in os.environ if name != "PYTHONUNBUFFERED"}
     with open(path, "wb") as full:
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: full}
@@ -117,7 +128,7 @@ def run_writing_to(path: str | int, body: str, stream: str = "stdout") -> tuple[
 @pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
 def test_a_process_without_streams_does_not_print_into_its_files(closed, tmp_path):
     """The first file that it opens would have the number of a stream, which libraries print to."""
-    script = "import os, sys\nfrom densefeed.system import errors\n"
+    script = f"import os{ALONE}"
     script += "def main():\n    with open('made', 'wb') as file:\n"
     script += "        file.write(b'pixels'), file.flush()\n"
     script += "        os.write(1, b'a message'), os.write(2, b'a message')\n"
@@ -128,13 +139,28 @@ def test_a_process_without_streams_does_not_print_into_its_files(closed, tmp_pat
     assert (tmp_path / "made").read_bytes() == b"pixels"
 
 
+FULL = "standard output cannot be written (No space left on device); redirect it to another file"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("to", "code"), [(">&-", 0), (">/dev/full", 2)])
-def test_a_help_text_that_cannot_be_printed(to, code):
+def test_a_help_text_that_a_new_process_cannot_print(to, code):
     command = shlex.join([sys.executable, "-m", "densefeed.tools.model_costs", "--help"])
     done = subprocess.run(f"{command} {to}", shell=True, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == code
-    sentence = "error: standard output cannot be written (No space left on device); redirect it"
-    assert done.stderr.startswith(sentence) if code else not done.stderr
+    assert (done.returncode, done.stderr) == (code, f"error: {FULL}\n" if code else "")
+
+
+@pytest.mark.parametrize(
+    ("replace", "code"),
+    [("os.close(1); sys.stdout = None", 0), ("os.dup2(os.open('/dev/full', os.O_WRONLY), 1)", 2)],
+    ids=["closed", "full"],
+)
+def test_a_help_text_that_cannot_be_printed(replace, code, command):
+    """In a forked process, whose stdout becomes what a shell would open or close."""
+    script = f"import os, runpy, sys; {replace}; sys.argv = ['model_costs', '--help']; "
+    script += "runpy.run_module('densefeed.tools.model_costs', run_name='__main__')"
+    done = command("-c", script, teardown=True)
+    assert (done.returncode, done.stderr) == (code, f"error: {FULL}\n" if code else "")
 
 
 @pytest.mark.parametrize(

@@ -323,15 +323,22 @@ def finished(micro, tmp_path_factory, one_thread) -> Path:
     return out
 
 
-@pytest.fixture
-def stopped(finished, micro, tmp_path, monkeypatch) -> Path:
+@pytest.fixture(scope="module")
+def stopped_once(micro, tmp_path_factory, one_thread) -> Path:
     """The same run, stopped after step 5."""
-    with monkeypatch.context() as patch:
+    out = tmp_path_factory.mktemp("stopped") / "run"
+    with pytest.MonkeyPatch.context() as patch:
         # it is asked once more where an epoch ends
         patch.setattr(training, "signal_handler", stopped_after(6))
-        training.train(micro(tmp_path / "run", **SAVED))
-    assert assert_whole(tmp_path / "run") == 5
-    return tmp_path / "run"
+        training.train(micro(out, **SAVED))
+    assert assert_whole(out) == 5
+    return out
+
+
+@pytest.fixture
+def stopped(finished, stopped_once, tmp_path) -> Path:
+    """A copy of the stopped run."""
+    return shutil.copytree(stopped_once, tmp_path / "run", symlinks=True)
 
 
 def damaged(path: Path, harm: str) -> None:

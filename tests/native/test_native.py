@@ -297,7 +297,14 @@ LEVELS = {"DEFAULT": (2,), "AVX2": (2, 3), "AVX512": (2, 3)}
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="levels of x86-64")
-@pytest.mark.parametrize("level", LEVELS.get(torch.backends.cpu.get_cpu_capability(), ()))
+@pytest.mark.parametrize(
+    "level",
+    [
+        # Compiling takes 4 s of each. Level 2 has no instruction for a * b + c, unlike the library.
+        pytest.param(level, marks=[pytest.mark.slow] * (level > 2))
+        for level in LEVELS.get(torch.backends.cpu.get_cpu_capability(), ())
+    ],
+)
 def test_every_instruction_set_gives_equal_pixels(photographs, tmp_path, level):
     """Both filters, crops at every scale, equal to the bit: no a * b + c is rounded once."""
     flags = (*FLAGS, f"-march=x86-64-v{level}", "-DDENSEFEED_ONE_CPU")

@@ -57,29 +57,30 @@ def import_tree(scenes, out, **fields):
     return ScoreMapStore(out)
 
 
-def test_problems_are_listed_by_names_of_any_bytes(scenes, tmp_path, command):
-    """In a locale without UTF-8, and a name that is not UTF-8 in any locale."""
-    for folder, variables in (
-        ("é".encode(), {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}),
+@pytest.mark.parametrize(
+    ("folder", "variables"),
+    [
         (b"\xff", {}),
-    ):
-        tree = tmp_path / os.fsdecode(folder) / "tree"
-        shutil.copytree(scenes / "tree", tree)
-        victim = sorted(tree.glob("*/*.pt"))[0]
-        victim.write_bytes(b"")
-        words = (
-            "--labels",
-            tree,
-            "--data",
-            scenes / "scenes",
-            "--out",
-            tmp_path / f"{len(folder)}.h5",
-        )
-        words += "--problems", tree / "problems.txt", "--teacher", "t", "--input-size", 64
-        words += "--footprint", "squash", "--missing", "label", "--no-audit", "--threads", 1
-        done = command("tools/import_labels.py", *words, environment=variables)
-        assert done.returncode == 0, done.stderr
-        assert os.fsencode(victim) in (tree / "problems.txt").read_bytes()
+        # Needs a new interpreter, which takes 6 s.
+        pytest.param(
+            "é".encode(),
+            {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["not UTF-8", "locale without UTF-8"],
+)
+def test_problems_are_listed_by_names_of_any_bytes(scenes, tmp_path, command, folder, variables):
+    tree = tmp_path / os.fsdecode(folder) / "tree"
+    shutil.copytree(scenes / "tree", tree)
+    victim = sorted(tree.glob("*/*.pt"))[0]
+    victim.write_bytes(b"")
+    words = "--labels", tree, "--data", scenes / "scenes", "--out", tmp_path / "maps.h5"
+    words += "--problems", tree / "problems.txt", "--teacher", "t", "--input-size", 64
+    words += "--footprint", "squash", "--missing", "label", "--no-audit", "--threads", 1
+    done = command("tools/import_labels.py", *words, environment=variables)
+    assert done.returncode == 0, done.stderr
+    assert os.fsencode(victim) in (tree / "problems.txt").read_bytes()
 
 
 def test_export_and_import_restore_the_score_maps(scenes, tmp_path, capsys):

@@ -1,0 +1,384 @@
+"""Fixtures shared by the tests: small real datasets, score maps, configs, commands."""
+
+import errno
+import fcntl
+import functools
+import gc
+import io
+import os
+import signal
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from PIL import Image
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from densefeed.system.devices import peak_rss, tag_compiled_code
+
+from .jpeg_files import jpegs, noise, photographs  # noqa: F401
+from .preloaded import Preloaded
+from .stores import write_store
+
+# A worker of pytest-xdist has one core, and so have the commands that it starts, unless
+# OMP_NUM_THREADS is set, as by processors.py.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
+# The same examples in every run, and none fails because the machine is slow.
+settings.register_profile(
+    "tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("tests")
+# Some tests compile without the functions that do it first.
+tag_compiled_code()
+# A shell starts background processes (`&`) with SIGINT ignored, but some tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class NoHostRead(TorchDispatchMode):
+    """Raise AssertionError at operations that need a sync with the host.
+
+    These read values back, or have a result whose size depends on values.
+    """
+
+    # bool(), float(), int() and indexing with a tensor all call _local_scalar_dense; inside an
+    # operator they appear as item and is_nonzero.
+    READS = (
+        "_local_scalar_dense",
+        "item",
+        "is_nonzero",
+        "argwhere",
+        "nonzero",
+        "masked_select",
+        "equal",
+        "_unique",
+        "_unique2",
+        "unique_dim",
+        "unique_consecutive",
+        "unique_dim_consecutive",
+        "bincount",
+    )
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        sized = name == "repeat_interleave" and kwargs.get("output_size") is None
+        # Indexing with a mask calls nonzero() below this dispatch mode.
+        if name in ("index", "index_put", "index_put_"):
+            sized = any(
+                index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+            )
+        if sized or name in self.READS:
+            raise AssertionError(f"host read: {func}")
+        # Operators of DenseFeed would run without this mode, so redispatch them inside it.
+        if func.namespace == "densefeed":
+            device = next(value for value in args if isinstance(value, torch.Tensor)).device.type
+            key = getattr(torch._C.DispatchKey, device.upper())
+            with self:
+                return func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+@pytest.fixture(scope="session")
+def no_host_read():
+    """Context manager that fails on any read of device values by the host.
+
+    Use `with no_host_read():` around code that must never wait for the device. It covers the
+    backward pass, but not compiled code.
+    """
+
+    def raise_at(name):
+        def method(*_args, **_kwargs):
+            raise AssertionError(f"host read: Tensor.{name}")
+
+        return method
+
+    @contextmanager
+    def trap():
+        with ExitStack() as stack:
+            for name in ("item", "tolist", "cpu", "numpy", "__array__"):
+                stack.enter_context(mock.patch.object(torch.Tensor, name, raise_at(name)))
+            stack.enter_context(NoHostRead())
+            yield
+
+    return trap
+
+
+@pytest.fixture(scope="session", autouse=True)
+def frozen_modules():
+    """Exclude all imported modules from garbage collection, which takes 0.6 s with them."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()  # Triton prints at exit which of its objects were not freed
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_measured_rate():
+    """Measure the peak rate of a device once, not 0.3 s in every run; test_speed measures it."""
+    from densefeed.training import speed
+
+    with mock.patch.object(speed, "matmul_rate", functools.cache(speed.matmul_rate)):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def environment_of_the_test():
+    """Undo changes of environment variables, such as those of importing cv2 or Lightning.
+
+    A command that follows could otherwise not be forked (see preloaded.py).
+    """
+    with mock.patch.dict(os.environ):
+        yield
+
+
+@pytest.fixture(scope="session")
+def command():
+    """`command(*WORDS)` runs `python WORDS` in the checkout like a user, and captures the output.
+
+    See preloaded.py for the options.
+    """
+    with closing(Preloaded()) as preloaded:
+        yield preloaded
+
+
+def photograph(rng: np.random.Generator, height: int, width: int) -> Image.Image:
+    """Make smooth color noise that compresses and resamples like a photograph."""
+    coarse = rng.integers(0, 256, (max(2, height // 8), max(2, width // 8), 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Path:
+    """Image folder of two classes: 11 JPEGs in `train/` and 5 in `val/`, of different sizes."""
+    root = tmp_path_factory.mktemp("images")
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 11), ("val", 5)):
+        for number in range(count):
+            path = root / split / ("cat", "dog")[number % 2] / f"{number:03d}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            photograph(rng, int(rng.integers(40, 90)), int(rng.integers(40, 90))).save(
+                path, quality=90
+            )
+    return root
+
+
+@pytest.fixture(scope="session")
+def random_maps():
+    """Factory of random score maps of any shape, in the form of a teacher's."""
+    from densefeed.relabel.scoring import top_maps_sync
+
+    def make(
+        count: int, side: int, top_k: int, num_classes: int, seed: int = 0, window=(0, 0, 1, 1)
+    ):
+        rng = torch.Generator().manual_seed(seed)
+        logits = 3 * torch.randn(count, side, side, num_classes, generator=rng)
+        return top_maps_sync(logits, top_k, np.tile(np.array(window, np.float32), (count, 1)))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def maps(folder, random_maps, tmp_path_factory) -> Path:
+    """Store of random maps (S=6, k=2, K=2) for the training split of `folder`.
+
+    Its Windows do not cover the whole images.
+    """
+    from densefeed.storage.images import Images
+
+    images = Images(folder, split="train")
+    path = tmp_path_factory.mktemp("maps") / "maps.h5"
+    scores = random_maps(len(images), 6, 2, 2, window=(0.0, 0.1, 1.0, 0.9))
+    return write_store(path, images, scores, 2, geometry="center-crop")
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Run PyTorch on one thread to the end of the module, so that sums have a fixed order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def packed(folder, maps, tmp_path_factory, command) -> tuple[Path, Path]:
+    """The small folder as .beton files: (train with maps, val)."""
+    root = tmp_path_factory.mktemp("packed")
+    for split, extra in (("train", ("--maps", maps)), ("val", ())):
+        options = ("--data", folder, "--split", split, "--out", root / f"{split}.beton", *extra)
+        done = command("tools/pack_dataset.py", *options)
+        assert done.returncode == 0, done.stderr
+    return root / "train.beton", root / "val.beton"
+
+
+@pytest.fixture(scope="session")
+def micro(packed):
+    """Factory of configs of the smallest run.
+
+    `micro(out, **fields)` trains two epochs of three steps of four images.
+    """
+    from densefeed import recipes
+    from densefeed.system.options import with_options
+
+    small = dict(
+        loader="ffcv",
+        batch=4,
+        epochs=2,
+        size=32,
+        mixtoken=True,
+        ema=0.9,
+        drop_path=0.2,
+        threads=2,
+        eval_every=1,
+        log_every=1,
+        device="cpu",
+    )
+
+    def make(out: Path, **fields):
+        paths = dict(data=packed[0], val=packed[1], out=out)
+        return with_options(recipes.micro.lvvit_micro_token_label(), **paths, **(small | fields))
+
+    return make
+
+
+class CellNet(torch.nn.Module):
+    """Score every cell of 8 x 8 pixels, with a receptive field of 44."""
+
+    def __init__(self, width: int, classes: int = 10) -> None:
+        super().__init__()
+        conv = torch.nn.Conv2d
+        self.layers = torch.nn.Sequential(
+            conv(3, width, 4, 4),
+            torch.nn.GELU(),
+            conv(width, 2 * width, 3, 1, 1),
+            torch.nn.GELU(),
+            conv(2 * width, 4 * width, 3, 2, 1),
+            torch.nn.GELU(),
+            conv(4 * width, 4 * width, 3, 1, 1),
+            torch.nn.GELU(),
+            conv(4 * width, classes, 1),
+        )
+
+    def forward_token_logits(self, image_NCHW: torch.Tensor) -> torch.Tensor:
+        return self.layers(image_NCHW)
+
+
+def make_scenes(root: Path, size: int) -> None:
+    """Write 320 digit scenes; in every other group of ten scenes the images are a third wider."""
+    from densefeed.tools.make_digit_scenes import load_photographs, load_scans, scene
+
+    backgrounds, scans = load_photographs(), load_scans()["train"]
+    for n in range(320):
+        jpeg, _ = scene(np.random.default_rng([8, n]), n % 10, size, backgrounds, scans)
+        path = root / "train" / str(n % 10) / f"{n:03d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image = Image.open(io.BytesIO(jpeg))
+        if n // 10 % 2:
+            image = image.resize((size * 4 // 3, size), Image.Resampling.BICUBIC)
+        image.save(path)
+
+
+def train_to_locate(size: int, side: int) -> list[CellNet]:
+    """Train two networks on boxes of other scenes, which is faster than training on labels."""
+    from densefeed.tools.make_digit_scenes import load_photographs, load_scans, scene
+
+    backgrounds, scans = load_photographs(), load_scans()["train"]
+    pixels_NHWC = np.empty((450, size, size, 3), np.uint8)
+    cell_NSS = torch.full((450, side, side), -1)
+    for n in range(450):
+        jpeg, digits = scene(np.random.default_rng([7, n]), n % 10, size, backgrounds, scans)
+        pixels_NHWC[n] = np.asarray(Image.open(io.BytesIO(jpeg)))
+        for digit in digits:
+            left, top, right, bottom = (round(v * side / size) for v in digit["box"])
+            cell_NSS[n, top : max(bottom, top + 1), left : max(right, left + 1)] = digit["digit"]
+
+    def train(seed: int, width: int, steps: int = 140):
+        with torch.enable_grad(), torch.random.fork_rng():
+            torch.manual_seed(seed)
+            net, rng = CellNet(width), np.random.default_rng(seed)
+            optimizer = torch.optim.AdamW(net.parameters(), 5e-3)
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, steps)
+            x = (torch.from_numpy(pixels_NHWC).permute(0, 3, 1, 2).float() / 255 - 0.4) / 0.25
+            for _ in range(steps):
+                some = torch.from_numpy(rng.integers(0, len(x), 32))
+                logits_NSSK = net.forward_token_logits(x[some]).permute(0, 2, 3, 1)
+                want = cell_NSS[some]
+                on = want >= 0
+                loss = torch.nn.functional.cross_entropy(logits_NSSK[on], want[on])
+                # The target of background cells is uniform.
+                loss = loss - 0.5 * logits_NSSK[~on].log_softmax(-1).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                schedule.step()
+        return net
+
+    return [train(0, 24), train(1, 20)]
+
+
+@pytest.fixture(scope="session")
+def located(tmp_path_factory):
+    """Inputs of an audit: 320 digit scenes of 48 pixels and models that locate digits.
+
+    `teachers(0)` and `teachers(1)` are two networks of different width, seed and training, as
+    References of the audit; `untrained(seed)` is a network with random weights.
+    """
+    from densefeed.relabel.teacher import Teacher
+
+    size, side, base = 48, 6, tmp_path_factory.getbasetemp()
+    # All workers of pytest-xdist share the scenes and the networks, which one of them makes.
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "located"
+    networks = root / "networks.pt"
+    root.mkdir(exist_ok=True)
+    with (root / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not networks.exists():
+            make_scenes(root / "scenes", size)
+            torch.save(train_to_locate(size, side), root / "networks.part")
+            (root / "networks.part").rename(networks)
+    config = {"mean": (0.4, 0.4, 0.4), "std": (0.25, 0.25, 0.25), "interpolation": "bilinear"}
+
+    def references(net: torch.nn.Module):
+        return {
+            geometry: Teacher(net, size, geometry, config) for geometry in ("squash", "center-crop")
+        }
+
+    def untrained(seed: int, classes: int = 10):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return references(CellNet(24, classes))
+
+    both = [references(net) for net in torch.load(networks, weights_only=False)]
+    return SimpleNamespace(scenes=root / "scenes", teachers=both.__getitem__, untrained=untrained)
+
+
+@pytest.fixture(params=["ENOLCK", "ENOTSUP", "ENOSYS"])
+def no_locks(monkeypatch, request):
+    """A file system without locks, as some network file systems are."""
+
+    def flock(*_: object) -> None:
+        raise OSError(getattr(errno, request.param), "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
+@pytest.fixture
+def little_memory():
+    """Return a context in which `most` more bytes of memory, by default 100 MB, are a failure."""
+
+    @contextmanager
+    def watch(most=10**8):
+        # Resets the peak of this process: ru_maxrss would hide what stays below an earlier one.
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+        before = peak_rss()
+        yield
+        assert peak_rss() - before < most
+
+    return watch

@@ -205,7 +205,7 @@ def exits(process: int) -> bool:
 
 
 def test_dropped_command_is_killed_and_dead_server_is_noticed():
-    preloaded = Preloaded()
+    preloaded = Preloaded(libraries=False)
     dropped = preloaded.start("-c", "import time; time.sleep(60)")
     dropped.close()
     assert exits(dropped.pid)

@@ -527,15 +527,16 @@ def test_small_logits_are_not_taken_for_probabilities():
         (1000, 2),
         (1000, 5),
     ):
-        for high in (0.5, 0.76, 0.9, 1.0):
-            # Images differ, or cells, or both.
-            for image, cell in ((1.0, 0.0), (1.0, 0.2), (0.2, 1.0), (0.0, 1.0)):
-                logit = image * rng.normal(size=(200, 1, 1, classes)) + cell * rng.normal(
-                    size=(200, 6, 6, classes)
-                )
-                top = -np.sort(-logit, -1)[..., :k]
-                top = (top - min(0, top.min())) * (high / (top.max() - min(0, top.min())))
-                assert not judged(top, classes), (classes, k, high, image, cell)
+        # Images differ, or cells, or both.
+        for image, cell in ((1.0, 0.0), (1.0, 0.2), (0.2, 1.0), (0.0, 1.0)):
+            logit = image * rng.normal(size=(200, 1, 1, classes)) + cell * rng.normal(
+                size=(200, 6, 6, classes)
+            )
+            top = -np.sort(-logit, -1)[..., :k]
+            top -= min(0, top.min())
+            for high in (0.5, 0.76, 0.9, 1.0):
+                scaled = top * (high / top.max())
+                assert not judged(scaled, classes), (classes, k, high, image, cell)
         # With few classes a cell, only confident teachers show where probabilities end.
         for sharp in (3, 10) if k > 3 else (10,):
             logit = rng.normal(size=(200, 6, 6, classes)) * sharp

@@ -7,6 +7,7 @@ field is too short for that, `tyro.conf.arg(name=...)` sets one.
 
 import ast
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -90,9 +91,10 @@ def check_type(name: str, hint: Any, value: Any) -> None:
         # By default it checks the first item of a tuple alone.
         check(value, hint, collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS)
         # Typeguard takes True for a number, as PEP 484 does.
-        text = str(hint)
-        if has_bool(value) and "bool" not in text and ("int" in text or "float" in text):
-            raise TypeCheckError("True and False are no numbers")
+        if has_bool(value):
+            text = str(hint)
+            if "bool" not in text and ("int" in text or "float" in text):
+                raise TypeCheckError("True and False are no numbers")
     except TypeCheckError as error:
         kind = get_args(hint)[0] if metadata(hint) else hint
         if get_origin(kind) is Literal:
@@ -118,6 +120,7 @@ def check_integers(name: str, value: Any) -> None:
         raise UserError(f"{flag(name)} is an integer beyond 64 bits; give a smaller one")
 
 
+@functools.cache
 def hints(options: type) -> dict[str, Any]:
     """Return the types of the fields of a dataclass, with their annotations."""
     found = get_type_hints(options, include_extras=True)

@@ -207,13 +207,19 @@ def one_thread():
 
 
 @pytest.fixture(scope="session")
-def packed(folder, maps, tmp_path_factory, command) -> tuple[Path, Path]:
+def packed(folder, maps, tmp_path_factory) -> tuple[Path, Path]:
     """The small folder as .beton files: (train with maps, val)."""
+    from densefeed.tools.pack_dataset import Packing, main
+
     root = tmp_path_factory.mktemp("packed")
-    for split, extra in (("train", ("--maps", maps)), ("val", ())):
-        options = ("--data", folder, "--split", split, "--out", root / f"{split}.beton", *extra)
-        done = command("tools/pack_dataset.py", *options)
-        assert done.returncode == 0, done.stderr
+    for split in ("train", "val"):
+        options = Packing(
+            data=folder,
+            split=split,
+            out=root / f"{split}.beton",
+            maps=maps if split == "train" else None,
+        )
+        main(options)
     return root / "train.beton", root / "val.beton"
 
 

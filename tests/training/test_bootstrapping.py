@@ -26,6 +26,7 @@ from densefeed.training.student import build_student, update
 
 from ..runs import (
     first_batch,
+    meta_device,
     model_for,
     objective_for,
     records,
@@ -129,12 +130,19 @@ def test_checkpoint_holds_transformer_and_both_are_evaluated(micro, tmp_path, ca
     [JOINT | dict(microbatch=2, cutmix=1.0), DENSE | dict(precision="fp16")],
     ids=["joint", "shared, dense"],
 )
-def test_stop_after_every_step_equals_uninterrupted_run(micro, tmp_path, monkeypatch, fields):
-    """Both networks, EMA and moments bit for bit; the feature weight decays between epochs."""
+def test_stop_after_every_second_step_equals_uninterrupted_run(
+    micro, tmp_path, monkeypatch, fields
+):
+    """Both networks, EMA and moments bit for bit; the feature weight decays between epochs.
+
+    An epoch has three steps, so the run stops within both epochs.
+    """
     whole = training.train(micro(tmp_path / "whole", **fields))
-    monkeypatch.setattr(training, "signal_handler", stopped_after(1))
-    for _ in range(5):
+    for step in (2, 4):
+        # it is asked once more where an epoch ends
+        monkeypatch.setattr(training, "signal_handler", stopped_after(step // 2 + 1))
         assert training.train(micro(tmp_path / "cut", resume="auto", **fields)) == {}
+        assert checkpoints.load(tmp_path / "cut" / "last.pt")["step"] == step
     result = training.train(micro(tmp_path / "cut", resume="auto", **fields))
     assert {name: result[name] for name in result if "top1" in name} == {
         name: whole[name] for name in whole if "top1" in name
@@ -494,7 +502,7 @@ def test_transformers_with_and_without_agents(config, name):
     for bootstrap in ("joint", "shared"):
         size = 256 if "256" in name else 224
         run = config(model=name, model_kwargs=arguments, size=size, bootstrap=bootstrap)
-        with torch.device("meta"):
+        with meta_device():
             model = model_for(run)
         if why is None:
             objective_for(run).check_sizes(model, 2)

@@ -76,7 +76,18 @@ def test_parameter_counts_of_table_11_are_exact(name):
     assert not [n for n, _ in model.named_parameters() if n == "pos_embed"]
 
 
-@pytest.mark.parametrize("name", TABLE11)
+# Both widths, and every kind of patches once; each takes 0.6 s.
+QUICK = {
+    "dhvt_tiny_cifar_patch4",
+    "dhvt_small_cifar_patch2",
+    "dhvt_tiny_domain_patch16",
+    "dhvt_small_imagenet_patch16",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in TABLE11]
+)
 def test_multiply_adds_with_and_without_attention(name):
     """By hand, as measured on the published code, and as printed.
 

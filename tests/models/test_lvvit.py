@@ -330,7 +330,7 @@ def test_deit_s_equals_timms(drop_path_rate):
     timm's LayerNorm has eps 1e-6.
     """
     torch.manual_seed(0)
-    fields = dict(img_size=96, num_classes=11, drop_path_rate=drop_path_rate)
+    fields = dict(img_size=96, num_classes=11, depth=4, drop_path_rate=drop_path_rate)
     timms = timm.create_model("deit_small_patch16_224", **fields)
     ours = timm.create_model("lvvit_deit_s", **fields, token_head=False)
     with torch.no_grad():

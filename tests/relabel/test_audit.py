@@ -36,7 +36,7 @@ from densefeed.system.errors import UserError
 
 from ..runs import label_images
 
-CASES = int(os.environ.get("SOAK_ORIENTATIONS", 16))
+CASES = int(os.environ.get("SOAK_ORIENTATIONS", 8))
 SQUASH, CENTER = "squash", "center-crop"
 
 

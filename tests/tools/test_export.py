@@ -23,7 +23,13 @@ from densefeed.tools.export import Export
 ROOT = Path(__file__).parents[2]
 NAMES = ["ant", "bee", "cat", "dog", "eel"]
 MODELS = {
-    "lvvit_micro": {"num_classes": 5, "img_size": 32, "token_head": True, "drop_path_rate": 0.1},
+    "lvvit_micro": {
+        "num_classes": 5,
+        "img_size": 32,
+        "depth": 2,
+        "token_head": True,
+        "drop_path_rate": 0.1,
+    },
     "nfnet_micro": {"num_classes": 5},
     # timm accepts the overlay only once.
     "test_vit": {
@@ -328,7 +334,7 @@ def test_missing_packages_are_named_with_the_command_that_installs_them(
 
 
 def test_weights_above_the_limit_of_an_onnx_file_are_refused(runs, tmp_path, monkeypatch):
-    monkeypatch.setattr(export, "ONNX_LIMIT", 1_000_000)
+    monkeypatch.setattr(export, "ONNX_LIMIT", 100_000)
     with pytest.raises(UserError, match="more than one ONNX file can hold"):
         export.main(Export(checkpoint=runs / "lvvit_micro", out=tmp_path / "out", format="both"))
     assert not (tmp_path / "out").exists()

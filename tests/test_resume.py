@@ -312,7 +312,8 @@ def test_command_exits_with_0_after_a_signal(micro, tmp_path, command):
 # ------------------------------------------------------------------------- Damage
 
 
-SAVED = dict(save_every=1, keep=9)
+# One block instead of four: checkpoints are loaded some ten times in each test.
+SAVED = dict(save_every=1, keep=9, model_kwargs=("depth=1",))
 
 
 @pytest.fixture(scope="module")
@@ -418,6 +419,7 @@ def test_error_if_all_checkpoints_are_damaged(micro, stopped, command):
 def test_full_disk_keeps_the_previous_checkpoint(micro, stopped, command):
     """A limit of 2 MB per file, less than a checkpoint, stands for a full disk."""
     given = "--epochs", 2, "--drop-path", 0.2, "--ema", 0.9, "--mixtoken"
+    given += "--model-kwargs", *SAVED["model_kwargs"]
     done = command(*words(micro(stopped), *given), limit=2_000_000)
     assert f"{stopped}/checkpoints/step-00000006.pt: the file grew past the limit" in refused(done)
     assert not list(stopped.rglob("*.part"))
@@ -526,7 +528,7 @@ def test_guard_does_not_sync_between_log_lines(micro, tmp_path, monkeypatch):
 def test_other_number_of_epochs_cannot_resume(micro, finished):
     """The learning rate schedule would be different."""
     with pytest.raises(UserError, match="was trained with epochs=2"):
-        training.train(micro(finished, epochs=3, resume="auto"))
+        training.train(micro(finished, **SAVED, epochs=3, resume="auto"))
 
 
 def test_run_killed_in_an_evaluation_repeats_only_the_evaluation(micro, tmp_path, monkeypatch):

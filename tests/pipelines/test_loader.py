@@ -82,7 +82,8 @@ def test_batches_do_not_depend_on_threads_or_resume(beton, threads):
 def test_crops_are_those_of_the_plan_however_many_are_drawn_at_once(beton, monkeypatch, drawn):
     monkeypatch.setattr(loader_module, "DRAWN", drawn)
     source = FfcvSource(beton)
-    for batch in epoch_of(source, start=1):
+    # Closes the source that it reads.
+    for batch in epoch_of(FfcvSource(beton), start=1):
         ids, repeats = batch.index.numpy(), batch.repeat.numpy()
         samples = source.begin(ids).wait().samples
         sides = samples["height"], samples["width"]

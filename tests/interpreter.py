@@ -13,10 +13,11 @@ interpreted = pytest.mark.skipif(
 )
 
 
-def run_interpreted(file: str, chosen: str = "interpreted") -> int:
-    """Run the tests of a file that pytest's -k chooses; return how many passed."""
+def run_interpreted(*files: object, chosen: str = "interpreted") -> int:
+    """Run the tests of files that pytest's -k chooses; return how many passed."""
+    words = "-m", "pytest", "-q", f"-k{chosen}", "-pno:cacheprovider"
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", f"-k{chosen}", "-pno:cacheprovider", file],
+        [sys.executable, *words, *map(str, files)],
         capture_output=True,
         text=True,
         env=os.environ | {"TRITON_INTERPRET": "1"},

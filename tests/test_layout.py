@@ -168,6 +168,7 @@ def test_every_console_script_exists():
         assert callable(EntryPoint(name, place, "console_scripts").load()), name
 
 
+@pytest.mark.slow
 def test_wheel_contains_only_densefeed(tmp_path):
     """Build the wheel like `pip install .`: it holds `densefeed` alone, with its data files."""
     options = ["--no-deps", "--no-build-isolation", "-q", "-w", tmp_path, ROOT]

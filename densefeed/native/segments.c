@@ -15,9 +15,8 @@
 #define INDEX_AT 6 /* offset of the mark: SOI, APP9 and its length come first */
 #define INDEX_FIXED 16 /* bytes of mark, header length, header CRC, number of rows */
 #define LONGEST 16 /* bits of a code */
-/* Bits that one look-up decodes: of code and value in FAST_AC, of the code alone in FAST_DC. For AC
- * 10 and 12 are 3 % slower: longer codes, more cache misses. A DC look-up hits few codes, whose
- * values would need as many bits again; both tables together leave the L1 cache room. */
+/* Bits that one look-up decodes. AC: code and value; 10 and 12 bits are 3 % slower (more long codes,
+ * more cache misses). DC: the code alone, since values are too long to be looked up with it. */
 #define FAST_AC 11
 #define FAST_DC 8
 
@@ -235,8 +234,8 @@ typedef struct {
     int count; /* valid bits */
 } Bits;
 
-/* Zeros after a segment. A damaged block takes at most 27 + 63 * 26 bits, which is noticed at its
- * end; bits are read ahead by up to 8 bytes before it and after it, 8 at once. */
+/* Bytes of zeros behind a segment. A damaged block may read them before its end is checked: at most
+ * 27 + 63 * 26 bits, which are 209 bytes, and 16 more that are read ahead. */
 #define SLACK 256
 
 /* Fill up to at least 56 bits. */
@@ -551,8 +550,8 @@ static int begin_row(Header *header, Sample *sample, int number, Row *row) {
         " checksum", first, first + header->mcu_height - 1);
 }
 
-/* Begin the next row of the span, if there is one; its first segment is the one that the crop
- * needs. */
+/* Begin the next row of the span, and the first of its segments that the crop needs. After the last
+ * row `until` is -1. */
 static int take_row(Decoding *d, Row *row) {
     Header *header = d->header;
     row->until = -1;
@@ -586,16 +585,17 @@ INLINE int begin_block(const Decoding *d, Row *row, Cursor *c, int n) {
     return report_corrupt(d->sample, d->header, row);
 }
 
+/* Returned instead of a status where there are no more rows. */
 enum { DONE = -1 };
 
-/* Begin the first block of a row's segment, or return DONE if there are no more rows. */
+/* Begin the first block of a row's segment. */
 INLINE int begin_blocks(const Decoding *d, Row *row, Cursor *c) {
     if (row->until < 0) return DONE;
     c->bits = (Bits){.at = row->clean};
     return begin_block(d, row, c, 0);
 }
 
-/* Begin what comes after the last coefficient of a block; return DONE after the last row. */
+/* Begin what comes after the last coefficient of a block: a block, a segment or a row. */
 INLINE int next_block(Decoding *d, Row *row, Cursor *c) {
     /* No bit from past the end of the segment may have been used. */
     if (c->bits.at - c->bits.count / 8 > row->clean_end)

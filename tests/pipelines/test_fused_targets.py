@@ -3,6 +3,7 @@ for GPUs, and on a GPU. Compiling needs no GPU.
 """
 
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -133,7 +134,10 @@ def test_interpreted_kernels_stay_within_their_memory(on_cpu, random_maps):
 
 
 def test_in_the_interpreter_with_whole_maps():
-    assert run_interpreted(__file__, "interpreted and (whole or memory)") == 5
+    """And a batch of augmentation, in the same process, whose start takes longest."""
+    augmentation = Path(__file__).parent / "augment" / "test_fused.py"
+    chosen = "interpreted and (whole or memory or lvvit)"
+    assert run_interpreted(__file__, augmentation, chosen=chosen) == 6
 
 
 @pytest.mark.slow

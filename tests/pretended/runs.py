@@ -23,8 +23,9 @@ import densefeed.train as training
 from densefeed.objectives.losses import sparse_cross_entropy
 from densefeed.pipelines.augment.augmentation import Augmentation
 from densefeed.pipelines.augment.settings import Augment
-from densefeed.pipelines.batch import Batch
+from densefeed.pipelines.batch import Batch, ScoreMapSpec
 from densefeed.pipelines.plan import EpochPlan
+from densefeed.pipelines.targets import sparse_targets
 from densefeed.system.errors import UserError
 from densefeed.training import evaluation
 from densefeed.training.config import Config
@@ -111,7 +112,7 @@ def make_calls() -> dict:
 
 
 def launch_elsewhere() -> dict:
-    """Augment images and compute a loss on the second device, as in a loop of one's own."""
+    """Augment images, make targets and a loss on the second device, as in a loop of one's own."""
     plan = EpochPlan(num_samples=8, batch=8, seed=0, mode="train", sizes=((0, 32),))
     options = Augment(rand_augment="rand-m9-p1-n2", erase_probability=1.0)
     augmentation = Augmentation(plan, options, (0.5,) * 3, (0.5,) * 3).to("cuda:1")
@@ -119,11 +120,14 @@ def launch_elsewhere() -> dict:
     choice = augmentation.choose(0, index.numpy(), repeat.numpy(), 32, 32)
     fields = torch.zeros(8, 32, 32, 3, dtype=torch.uint8), index, torch.zeros(8, 2, 3)
     fields += torch.zeros(8, 4), index, repeat, torch.ones(8)
-    batch = Batch(*fields, None, None, None, None).to("cuda:1")
+    maps = torch.zeros(8, 6, 6, 2).half(), torch.zeros(8, 6, 6, 2, dtype=torch.uint16)
+    maps += torch.zeros(8, 6, 6).half(), torch.tensor([[0.0, 0, 1, 1]] * 8)
+    batch = Batch(*fields, *maps).to("cuda:1")
     logits = torch.zeros(8, 4, 10, device="cuda:1")
     palette, ones = index[:, None].to("cuda:1"), torch.ones(8, 4, device="cuda:1")
     with watch() as seen:
         augmentation(batch, choice)
+        sparse_targets(batch, ScoreMapSpec(6, 2, 10, "tail", 10, 1.0), 2)
         sparse_cross_entropy(logits, palette, ones[..., None], ones, ones)
     return summarize(seen)
 

@@ -28,9 +28,13 @@ EPOCHS = 3
 # Trainings whose steps are watched, and their options.
 TRAININGS = {
     "eager": {"epochs": EPOCHS},
-    "microbatches and clipping": {"microbatch": 2, "clip_grad": 1.0},
-    "float16": {"precision": "fp16", "clip_grad": 1.0, "on_nonfinite": "skip"},
-    "maps on the device": {"maps_on_device": True},
+    "microbatches, float16, maps on the device": {
+        "microbatch": 2,
+        "precision": "fp16",
+        "clip_grad": 1.0,
+        "on_nonfinite": "skip",
+        "maps_on_device": True,
+    },
     "blocks": {"compile": "blocks", "epochs": EPOCHS},
     "graph": {"compile": "graph", "epochs": EPOCHS},
     "microbatches, graph": {"compile": "graph", "microbatch": 2, "precision": "fp16"},
@@ -149,7 +153,7 @@ def test_a_training_on_the_second_device_leaves_the_first_alone(result):
 def test_kernels_run_on_the_device_of_their_tensors(result):
     """Triton launches on the current device, whatever the tensors' device is."""
     counts = result("kernels")["counts"]
-    assert counts["launch on device 1"] >= 8
+    assert counts["launch on device 1"] >= 10
     assert "launch on device 0" not in counts
 
 

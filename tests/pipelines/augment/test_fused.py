@@ -147,10 +147,6 @@ def test_interpreted_kernels_write_half_precision(images):
         torch.testing.assert_close(got.float(), want, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
-def test_in_the_interpreter_with_two_layers():
-    assert run_interpreted(__file__, "interpreted and lvvit") == 1
-
-
 @pytest.mark.slow
 def test_in_the_interpreter():
     assert run_interpreted(__file__) == len(CASES) + 6

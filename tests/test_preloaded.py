@@ -38,7 +38,9 @@ print(json.dumps({
 """
 
 
-@pytest.mark.parametrize("form", ["script", "-c", "-m"])
+@pytest.mark.parametrize(
+    "form", ["script", *(pytest.param(form, marks=pytest.mark.slow) for form in ("-c", "-m"))]
+)
 def test_program_sees_the_same_as_in_a_fresh_interpreter(command, tmp_path, form, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "real").mkdir()
@@ -85,7 +87,11 @@ EXITS = {
 }
 
 
-@pytest.mark.parametrize("how", EXITS)
+# A fresh interpreter for each takes a second; here two, the others are slow.
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("number", "error"))) for n in EXITS],
+)
 def test_program_exits_as_in_a_fresh_interpreter(command, how, tmp_path):
     forked, fresh = (
         command("-c", EXITS[how], fresh=fresh, limit=100, cwd=tmp_path) for fresh in (False, True)

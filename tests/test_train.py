@@ -309,7 +309,8 @@ def test_gpu_update_does_not_sync(packed, tmp_path, monkeypatch, fields):
 
 
 # test_captured_update.py compares the updates of graph.
-@pytest.mark.parametrize("how", ["blocks", pytest.param("graph", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["blocks", "graph"])
 def test_compiled_training_equals_eager_training(packed, tmp_path, monkeypatch, how):
     """Uses the aot_eager backend, because code generation takes a minute."""
     compiler, modes = torch.compile, []

@@ -422,7 +422,7 @@ def writers(inputs: Path, folder: Path, maps: Path, packed: tuple[Path, Path]) -
 
 
 # Faults in the suite; commands that need PyTorch's networks take too long for it.
-QUICK = {"store": 10}
+QUICK = {"store": 6}
 SLOW = (
     *("label", "label, lossless", "label the last shard", "resume labeling", "merge"),
     *(

@@ -390,7 +390,9 @@ def processes():
         os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+# test_a_run_killed_with_9 kills a labeling once, and is fast.
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_labeling_killed_at_random_times_ends_with_the_usual_bytes(
     many, tmp_path, processes, ranks
 ):

@@ -137,7 +137,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+# The slow ones are much like `parts` and `drloc`.
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(n, marks=[pytest.mark.slow] * (n in ("mixtoken", "drloc, parts")))
+        for n in CASES
+    ],
+)
 def test_two_ranks_match_one(micro, tmp_path, alone, run, case):
     """Includes a padded last batch of an epoch (3 images of 8), and 5 evaluated images.
 

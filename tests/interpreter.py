@@ -13,6 +13,26 @@ interpreted = pytest.mark.skipif(
 )
 
 
+def compile_kernel(
+    kernel: object, types: dict[str, str], constants: dict[str, int], capability: int, fusion: bool
+) -> dict:
+    """Compile a kernel to the binary of a GPU, ptxas included; return its forms by name.
+
+    `types` are those of the arguments that are neither int32 nor constants.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names}
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(kernel, signature, constexprs=constants)
+    target = GPUTarget("cuda", capability, 32)
+    compiled = triton.compile(source, target=target, options={"enable_fp_fusion": fusion})
+    assert compiled.asm["cubin"].startswith(b"\x7fELF")
+    return compiled.asm
+
+
 def run_interpreted(*files: object, chosen: str = "interpreted") -> int:
     """Run the tests of files that pytest's -k chooses; return how many passed."""
     words = "-m", "pytest", "-q", f"-k{chosen}", "-pno:cacheprovider"

@@ -38,6 +38,11 @@ def can_run(view: Tensor, slots: int) -> bool:
     return view.is_cuda and view.dtype == torch.float32 and slots <= MOST_SLOTS and has_triton()
 
 
+def round_up_to_power(number: int) -> int:
+    """Return the smallest power of two that is not smaller: Triton's tables have such sides."""
+    return 1 << (number - 1).bit_length()
+
+
 def run_spread_kernel(
     map_class: Tensor,
     map_logit: Tensor,
@@ -91,10 +96,10 @@ def run_pool_kernel(
 
     N, side, _, top_k = value.shape
     made = allocate_targets(value, slots, grid)
-    columns = kernels.next_power_of_2(slots)
+    columns = round_up_to_power(slots)
     # The whole crop is one token, whose samples are the rows.
     whole = grid == 1
-    rows = kernels.next_power_of_2(most * most if whole else grid * grid)
+    rows = round_up_to_power(most * most if whole else grid * grid)
     rows = min(rows, max(TILE // columns, 1))
     kernels.launch(
         kernels.pool_kernel,

@@ -7,7 +7,6 @@ Here a sample adds the k classes of its four cells to their slots, so no such ma
 import torch
 import triton
 import triton.language as tl
-from triton import next_power_of_2 as next_power_of_2
 
 # Cells, entries or classes that a program handles at a time.
 BLOCK = tl.constexpr(1024)

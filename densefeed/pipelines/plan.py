@@ -256,10 +256,12 @@ class EpochPlan:
     def crop_draws(
         self, epoch: int, ids_N: np.ndarray, repeat_N: np.ndarray | int = 0
     ) -> np.ndarray:
-        """Draw the numbers that `crops` reads: float64 `[23, N]`; of no use in evaluation.
+        """Draw the numbers that `crops` reads: float64 `[23, N]`, in evaluation `[0, N]`.
 
-        Drawing them for several batches at once takes as long as for one of 32.
+        For 512 samples at once it takes less than twice the time of 32.
         """
+        if self.mode == "evaluate":
+            return np.empty((0, len(ids_N)))
         return self.draws(epoch, ids_N, CROP, range(2 * TRIES + 3), repeat_N)
 
     def crops(

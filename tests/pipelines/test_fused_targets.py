@@ -16,7 +16,7 @@ from densefeed.pipelines.targets import SparseTargets, TargetRules, palettes, sp
 from densefeed.storage.geometry import crop_views, visible_boxes
 from densefeed.storage.score_maps import palette_sizes
 
-from ..interpreter import interpreted, run_interpreted
+from ..interpreter import compile_kernel, interpreted, run_interpreted
 
 triton = pytest.importorskip("triton")
 
@@ -87,13 +87,16 @@ def in_float64(batch: Batch) -> Batch:
 
 
 def check(got: SparseTargets, want: SparseTargets) -> None:
-    """Compare targets, their errors relative to the largest part of a target."""
+    """Compare float32 targets with float64 ones; at most 1.6e-6 was measured."""
     assert torch.equal(got.palette, want.palette)
     assert all(field.dtype == torch.float32 for field in got[1:])
+    # A point's coordinate, up to 12 cells, is rounded by 1e-6 in two steps; logits of neighboring
+    # cells differ by up to 20, and the slope of a softmax is at most 1/4.
+    bound = 5e-6
     for name, field in got._asdict().items():
         expected = getattr(want, name).double()
         torch.testing.assert_close(
-            field.double(), expected, rtol=0, atol=2e-6, msg=lambda text, name=name: name + text
+            field.double(), expected, rtol=0, atol=bound, msg=lambda text, name=name: name + text
         )
 
 
@@ -182,21 +185,9 @@ CONSTANTS = {
 )
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_compiles_without_a_gpu(name, capability):
-    """To the binary, ptxas included."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from densefeed.pipelines import fused_targets_triton as subject
 
-    kernel, constants = getattr(subject, name.split()[0]), CONSTANTS[name]
-    types = {argument: TYPES.get(argument, "i32") for argument in kernel.arg_names}
-    types |= dict.fromkeys(constants, "constexpr")
-    compiled = triton.compile(
-        ASTSource(kernel, types, constexprs=constants),
-        target=GPUTarget("cuda", capability, 32),
-        options={"enable_fp_fusion": True},
-    )
-    assert compiled.asm["cubin"].startswith(b"\x7fELF")
+    compile_kernel(getattr(subject, name.split()[0]), TYPES, CONSTANTS[name], capability, True)
 
 
 # ---------------------------------------------------------------- on a GPU

@@ -1,6 +1,6 @@
 /* Decode batches of crops with a pool of threads that never use Python.
  *
- * A batch is submitted, processed sample by sample by free threads, and waited for. Threads that
+ * A batch is submitted, processed image by image by free threads, and waited for. Threads that
  * find no sample left in a batch take the next one, so none idles during a batch's last sample. */
 #include "native.h"
 #include <math.h>
@@ -39,11 +39,12 @@ static void *work(void *argument) {
             pthread_cond_wait(&pool->submitted, &pool->lock);
             continue;
         }
-        int n = batch->next++;
+        int first = batch->next, count = samples_of_image(batch, first);
+        batch->next += count;
         pthread_mutex_unlock(&pool->lock);
-        sample_decode(batch, n, &scratch);
+        samples_decode(batch, first, count, &scratch);
         pthread_mutex_lock(&pool->lock);
-        batch->done++;
+        batch->done += count;
         /* Waking the waiting thread after every sample would cost 3 % on one core. */
         if (is_finished(batch)) pthread_cond_broadcast(&pool->finished);
     }
@@ -145,7 +146,10 @@ API int densefeed_wait(Pool *pool, Batch *batch, double seconds, int cancel) {
 /* Decode a batch on the calling thread. */
 API void densefeed_decode(Batch *batch) {
     Scratch scratch = {0};
-    for (int n = 0; n < batch->count; n++) sample_decode(batch, n, &scratch);
+    for (int first = 0, count; first < batch->count; first += count) {
+        count = samples_of_image(batch, first);
+        samples_decode(batch, first, count, &scratch);
+    }
     free_scratch(&scratch);
 }
 

@@ -82,7 +82,7 @@ typedef struct {
     int32_t height, width; /* as recorded in the dataset; a JPEG of another size is damaged */
     double top, left, box_height, box_width; /* the crop, pixels */
     int32_t flip, status;
-    float took[4]; /* microseconds, see the enum below */
+    float took[4]; /* microseconds, see the enum below; the first crop of an image has them for all */
     char message[MESSAGE];
 } Sample;
 enum { LABELS, READ, DECODE, RESAMPLE };
@@ -167,6 +167,13 @@ typedef struct {
 /* The pixels of the whole image that a crop touches. */
 typedef struct { int top, left, bottom, right; } Box;
 
+/* The boxes of all crops that one decoding serves, and the smallest box around them. */
+#define MOST_BOXES 8
+typedef struct {
+    int count;
+    Box around, box[MOST_BOXES];
+} Boxes;
+
 double microseconds(void);
 int read_all(Sample *sample, Scratch *scratch, int file, int64_t at, void *to, size_t length);
 int load(Sample *sample, Scratch *scratch, size_t from, size_t at, size_t length);
@@ -184,10 +191,11 @@ int map_check(const Limits *limits, int32_t *seen, const uint8_t *logit, const u
     const uint8_t *lse, const uint8_t *window, char *message);
 
 int sample_map(const Batch *batch, int n, Sample *sample, Scratch *scratch);
-void sample_decode(const Batch *batch, int n, Scratch *scratch);
+int samples_of_image(const Batch *batch, int first);
+void samples_decode(const Batch *batch, int first, int count, Scratch *scratch);
 int segments_header(const uint8_t *bytes, size_t length);
 int segments_decode(Sample *sample, Scratch *scratch, const uint8_t *head, size_t head_length,
-    Box box, Picture *picture);
+    const Boxes *boxes, Picture *picture);
 int segments_cut(Sample *sample, Scratch *scratch, const uint8_t *head, size_t head_length,
     Box box, Cut *cut);
 int turbo_decode(Sample *sample, Scratch *scratch, const uint8_t *bytes, size_t length, Box box,

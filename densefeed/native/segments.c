@@ -55,7 +55,7 @@ typedef struct {
     const uint8_t *rows; /* the index: length and CRC of each row of MCUs */
     size_t length; /* of the header, bytes */
     size_t longest; /* row of MCUs of `down`, bytes */
-    Span across, down; /* the MCUs that the crop needs */
+    Span across, down; /* of the MCUs that the crops need */
     const uint8_t *data; /* the remaining rows of MCUs of `down` */
 } Header;
 
@@ -456,6 +456,8 @@ typedef struct {
     const uint8_t *clean_end;
     uint8_t *out[3]; /* where the first MCU of the span goes in each plane */
     int number, segment; /* of the row; the next segment in it */
+    Span across; /* the MCUs that the crops need */
+    int shown; /* the first MCU that is written */
     int mcu, until; /* the next MCU, and the last of the segment */
     int prediction[3];
     int flat[6]; /* per block: only the first coefficient is nonzero */
@@ -501,14 +503,14 @@ typedef struct {
     } block[6];
     size_t step[6]; /* bytes between columns of pixels, per block */
     uint8_t *out[3];
+    const Boxes *boxes;
     int blocks;
-    int shown; /* the first MCU that is written */
     int next; /* the row that begins next */
 } Decoding;
 
 /* Write the pixels of an MCU, and clear its coefficients. */
 static void finish_mcu(const Decoding *d, Row *row) {
-    if (row->mcu >= d->shown) {
+    if (row->mcu >= row->shown) {
         uint8_t *to[6];
         for (int n = 0; n < d->blocks; n++) {
             const struct Block *b = &d->block[n];
@@ -533,7 +535,7 @@ __attribute__((cold)) static int report_corrupt(
 static int begin_segment(const Decoding *d, Row *row) {
     int interval = d->header->interval;
     row->mcu = row->segment * interval;
-    row->until = min(row->mcu + interval - 1, d->header->across.to);
+    row->until = min(row->mcu + interval - 1, row->across.to);
     memset(row->prediction, 0, sizeof row->prediction);
     if (!next_segment(d->header, row, row->clean)) return report_corrupt(d->sample, d->header, row);
     return OK;
@@ -550,17 +552,48 @@ static int begin_row(Header *header, Sample *sample, int number, Row *row) {
         " checksum", first, first + header->mcu_height - 1);
 }
 
-/* Begin the next row of the span, and the first of its segments that the crop needs. After the last
- * row `until` is -1. */
+/* The MCUs between two edges of a box, with a margin of two pixels, because half-resolution chroma is
+ * interpolated between neighbors. */
+static Span needed(int from, int to, int mcu, int mcus) {
+    return (Span){max(from - 2, 0) / mcu, min((to + 1) / mcu, mcus - 1)};
+}
+
+static Span needed_across(const Header *header, Box box) {
+    return needed(box.left, box.right, header->mcu_width, header->mcus_across);
+}
+
+static Span needed_down(const Header *header, Box box) {
+    return needed(box.top, box.bottom, header->mcu_height, header->mcus_down);
+}
+
+/* The MCUs of row `number` that the boxes need; `to` is -1 if there are none. */
+static Span needed_of_row(const Header *header, const Boxes *boxes, int number) {
+    Span span = {header->mcus_across, -1};
+    for (int n = 0; n < boxes->count; n++) {
+        Span down = needed_down(header, boxes->box[n]);
+        if (number < down.from || number > down.to) continue;
+        Span across = needed_across(header, boxes->box[n]);
+        span.from = min(span.from, across.from), span.to = max(span.to, across.to);
+    }
+    return span;
+}
+
+/* Begin the next row that a crop needs, at its first segment that is needed. After the last row
+ * `until` is -1. */
 static int take_row(Decoding *d, Row *row) {
     Header *header = d->header;
-    row->until = -1;
-    if (d->next > header->down.to) return OK;
+    row->until = row->across.to = -1;
+    for (; d->next <= header->down.to; header->data += u32(header->rows + 8 * d->next++)) {
+        row->across = needed_of_row(header, d->boxes, d->next);
+        if (row->across.to >= 0) break;
+    }
+    if (row->across.to < 0) return OK;
     size_t above = d->next - header->down.from;
+    row->shown = d->out[0] ? row->across.from : header->mcus_across;
     TRY(begin_row(header, d->sample, d->next++, row));
     for (int n = 0; n < header->components && d->out[n]; n++)
         row->out[n] = d->out[n] + above * header->component[n].v * 8;
-    while (row->segment < header->across.from / header->interval)
+    while (row->segment < row->across.from / header->interval)
         if (!next_segment(header, row, NULL)) return report_corrupt(d->sample, d->header, row);
     return begin_segment(d, row);
 }
@@ -604,7 +637,7 @@ INLINE int next_block(Decoding *d, Row *row, Cursor *c) {
     if (c->n + 1 < d->blocks) return begin_block(d, row, c, c->n + 1);
     finish_mcu(d, row);
     if (row->mcu <= row->until) return begin_block(d, row, c, 0);
-    TRY(row->mcu <= d->header->across.to ? begin_segment(d, row) : take_row(d, row));
+    TRY(row->mcu <= row->across.to ? begin_segment(d, row) : take_row(d, row));
     return begin_blocks(d, row, c);
 }
 
@@ -651,11 +684,7 @@ static int open_rows(Header *header, Sample *sample, Scratch *scratch, const uin
     if (header->height != sample->height || header->width != sample->width)
         return fail(sample->message, DAMAGED, "it is %d x %d pixels, not %d x %d as recorded in the"
             " dataset", header->width, header->height, sample->width, sample->height);
-    /* A margin of two pixels, because half-resolution chroma is interpolated between neighbors. */
-    header->across.from = max(box.left - 2, 0) / header->mcu_width;
-    header->across.to = min((box.right + 1) / header->mcu_width, header->mcus_across - 1);
-    header->down.from = max(box.top - 2, 0) / header->mcu_height;
-    header->down.to = min((box.bottom + 1) / header->mcu_height, header->mcus_down - 1);
+    header->across = needed_across(header, box), header->down = needed_down(header, box);
     size_t start = header->length, length = 0, whole = header->length + 2;
     header->longest = 0;
     for (int row = 0; row < header->mcus_down; row++) {
@@ -683,15 +712,14 @@ static int open_rows(Header *header, Sample *sample, Scratch *scratch, const uin
 /* 24 KB, too much for the stack of a thread. */
 static __thread Header header;
 
-/* Decode the MCUs of the span of `header` into planes at `out`, or only check them if `step` is
- * NULL. */
-static int decode_span(
-    Sample *sample, Scratch *scratch, uint8_t *const out[3], const size_t step[3]) {
+/* Decode the MCUs that the boxes need into planes of the span of `header` at `out`, or only check them
+ * if `step` is NULL. */
+static int decode_span(Sample *sample, Scratch *scratch, const Boxes *boxes, uint8_t *const out[3],
+    const size_t step[3]) {
     size_t room = header.longest + SLACK;
     if (!GROW(scratch, segments, 2 * room)) return NO_MEMORY;
     Decoding d = {
-        .header = &header, .sample = sample, .next = header.down.from,
-        .shown = step ? header.across.from : header.mcus_across,
+        .header = &header, .sample = sample, .boxes = boxes, .next = header.down.from,
     };
     for (int n = 0; n < header.components; n++) {
         const Component *c = &header.component[n];
@@ -710,10 +738,10 @@ static int decode_span(
     return decode_rows(&d, rows);
 }
 
-/* Decode the planes of `box` of an image with our index. */
+/* Decode the planes of an image with our index, around all boxes. What no box needs stays undefined. */
 int segments_decode(Sample *sample, Scratch *scratch, const uint8_t *head, size_t head_length,
-    Box box, Picture *picture) {
-    TRY(open_rows(&header, sample, scratch, head, head_length, box));
+    const Boxes *boxes, Picture *picture) {
+    TRY(open_rows(&header, sample, scratch, head, head_length, boxes->around));
     Span across = header.across, down = header.down;
     size_t room = 0, step[3];
     int columns = across.to - across.from + 1, rows = down.to - down.from + 1;
@@ -740,14 +768,15 @@ int segments_decode(Sample *sample, Scratch *scratch, const uint8_t *head, size_
         out[n] = memory;
         memory += step[n] * columns * c->h * 8 + PADDING;
     }
-    return decode_span(sample, scratch, out, step);
+    return decode_span(sample, scratch, boxes, out, step);
 }
 
 /* Check the entropy coding of `box` of an image with our index. */
 static int check_box(
     Sample *sample, Scratch *scratch, const uint8_t *head, size_t head_length, Box box) {
+    const Boxes one = {.count = 1, .around = box, .box = {box}};
     TRY(open_rows(&header, sample, scratch, head, head_length, box));
-    return decode_span(sample, scratch, NULL, NULL);
+    return decode_span(sample, scratch, &one, NULL, NULL);
 }
 
 /* Check the entropy coding of a crop, unless `cut` says that the whole image passed: the other

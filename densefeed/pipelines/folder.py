@@ -102,7 +102,15 @@ class FolderSource(StoreMaps):
 
     def _read(self, encoded: Encoded, ids: np.ndarray, rows: range) -> None:
         """Read the files of these rows into `encoded`, or the reason why one cannot be read."""
+        before = None
         for row, index in zip(rows, ids[rows].tolist(), strict=True):
+            # Repeats of an image follow each other. They share its memory, so it is decoded once.
+            if index == before:
+                encoded.samples[row] = encoded.samples[row - 1]
+                if row - 1 in encoded.errors:
+                    encoded.errors[row] = encoded.errors[row - 1]
+                continue
+            before = index
             # `content` is the file, or the pixels of a file that Pillow decoded.
             content, kind, extent = MISSING, native.JPEG, (1, 1)
             try:

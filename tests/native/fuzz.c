@@ -331,6 +331,28 @@ static void try_crops(Input in) {
     close(file);
 }
 
+#define MOST_CROPS (MOST_BOXES + 2)
+
+/* Crops of one image in one batch have the status and the pixels of each alone. */
+static void try_together(Input in) {
+    Sample together[MOST_CROPS];
+    int size = draw_size(), count = 2 + (int)draw(draw(8) ? 2 : MOST_CROPS - 1);
+    size_t bytes = 3 * (size_t)size * size;
+    uint8_t *pixels = malloc(count * bytes);
+    for (int n = 0; n < count; n++) draw_sample(&together[n], in);
+    Batch batch = {
+        .samples = together, .count = count, .size = size, .pixels = pixels, .filter = filter};
+    densefeed_decode(&batch);
+    for (int n = 0; n < count; n++) {
+        Sample alone = together[n];
+        uint8_t *same = decode_sample(&alone, size);
+        CHECK(alone.status == together[n].status);
+        CHECK(alone.status != OK || !memcmp(same, pixels + n * bytes, bytes));
+        free(same);
+    }
+    free(pixels);
+}
+
 /* Whether pixels differ by one level at most. A box that begins elsewhere has centers of filters with
  * other rounding errors. They tip a weight to the next of 15 bits where it lies at a rounding
  * boundary, which changes a sum by one or two 64ths of a level: 1 of 500,000 inputs had a pixel at
@@ -520,8 +542,8 @@ static void try_input(const uint8_t *bytes, size_t length) {
     state = 0x9E3779B97F4A7C15u ^ densefeed_crc32(exact, length, 0);
     block_sum = -1;
     set_limit(1);
-    try_crops(now), try_cuts(now), try_raw(now), try_transcoding(now), try_map(now);
-    try_checksums(now);
+    try_crops(now), try_together(now), try_cuts(now), try_raw(now), try_transcoding(now);
+    try_map(now), try_checksums(now);
     set_limit(0);
     state = before;
     free(exact);
@@ -551,7 +573,9 @@ static void try_pool(const Input *inputs, int count) {
     if (!pool) abort();
     for (int b = 0; b < BATCHES; b++) {
         for (int n = 0; n < ROWS; n++) {
-            draw_sample(&samples[b][n], inputs[draw(count)]);
+            /* Sometimes another crop of the image before. */
+            Input same = {(uint8_t *)samples[b][max(n - 1, 0)].bytes, samples[b][max(n - 1, 0)].length};
+            draw_sample(&samples[b][n], n && draw(2) ? same : inputs[draw(count)]);
             palettes[b][n] = 1 + (int)draw(20);
             for (int p = 0; p < 2; p++)
                 part_file[b][n][p] = draw(20) ? file : -1, part_offset[b][n][p] = draw(100) + 8 * p;

@@ -248,6 +248,48 @@ def test_segments_decode_to_libjpegs_pixels_exactly(jpegs, noise, plain, data):
     np.testing.assert_array_equal(job.pixels, [ours, ours])
 
 
+@settings(max_examples=60)
+@given(st.data())
+def test_crops_of_one_image_equal_crops_decoded_alone(jpegs, noise, data):
+    """Neighboring samples of one image share its planes; of up to 8 at once, so 9 are two groups."""
+    height, width = data.draw(st.integers(1, 120)), data.draw(st.integers(1, 120))
+    file = jpegs.write(noise(height, width), data.draw(st.sampled_from([(1, 1), (2, 1), (2, 2)])))
+    kind = data.draw(st.sampled_from(["indexed", "plain", "raw"]))
+    if kind == "indexed":
+        file = indexed_jpeg.transcode(file)
+    if kind == "raw":
+        file = np.asarray(Image.open(io.BytesIO(file))).tobytes()
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    count, size = data.draw(st.integers(2, 9)), data.draw(st.sampled_from([1, 7, 40]))
+    boxes = [random_box(rng, height, width, least=1) for _ in range(count)]
+    flips = rng.integers(2, size=count)
+    raw = native.RAW if kind == "raw" else native.JPEG
+    alone = make_job([file] * count, boxes, size, flips, raw, [(height, width)] * count)
+    alone.decode()
+    together = make_job([file] * count, boxes, size, flips, raw, [(height, width)] * count)
+    together.samples["bytes"] = together.samples["bytes"][0]
+    together.decode()
+    assert (together.samples["status"] == native.OK).all()
+    np.testing.assert_array_equal(together.pixels, alone.pixels)
+    # Of smaller outputs libjpeg may decode crops at different scales, and then each alone.
+    if size == 40:
+        shared = together.samples["took"][:, 2] == 0
+        assert shared.tolist() == [row % 8 > 0 for row in range(count)]
+
+
+def test_damage_outside_a_crop_does_not_matter_to_it(jpegs, noise):
+    file = bytearray(indexed_jpeg.transcode(jpegs.write(noise(70, 90), (2, 2))))
+    # In the last row of MCUs.
+    file[-40] ^= 8
+    boxes = [(0, 0, 40, 90), (20, 0, 50, 90), (0, 10, 40, 80)]
+    job = make_job([bytes(file)] * 3, boxes, 32, extents=[(70, 90)] * 3)
+    job.samples["bytes"] = job.samples["bytes"][0]
+    job.decode()
+    assert job.samples["status"].tolist() == [native.OK, native.DAMAGED, native.OK]
+    assert [bool(message) for message in job.samples["message"]] == [False, True, False]
+    np.testing.assert_array_equal(job.pixels[2], crop(bytes(file), boxes[2], 32, extents=[(70, 90)]))
+
+
 def test_overflowing_coefficients_decode_alike_without_simd(jpegs, plain):
     """Quantization factors of 255 instead of 1 make every block overflow 16 bits.
 

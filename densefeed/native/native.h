@@ -17,6 +17,7 @@
 /* -DDENSEFEED_PLAIN omits all code for a particular processor, to test the portable code. */
 #if defined(__x86_64__) && !defined(DENSEFEED_PLAIN)
 #define X86
+#define AVX2 __attribute__((target("avx2")))
 #endif
 
 /* Compile a function for several instruction sets and select one when the library is loaded (GNU

@@ -9,6 +9,9 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(X86)
+#include <immintrin.h>
+#endif
 
 #define ONE 32767 /* weights have 15 fraction bits; 1.0 itself would need a 16th */
 /* At an image's edge a cubic's largest weight is 1.09 of the sum: halve weights, double sums. */
@@ -240,44 +243,96 @@ INLINE void weigh(const int16_t *data, size_t step, const Axis *axis, int i, int
         for (int i = 0; i < groups * LANES; i++) to[i] = (int16_t)(2 * to[i]);
 }
 
-/* Transpose 8 rows of `columns` int16, rounded up to 8 * n; both buffers have the room. */
-INLINE void transpose_half(
-    const int16_t *from, size_t from_step, int16_t *to, size_t to_step, int columns) {
-    for (int x = 0; x < columns; x += 8) {
-        Half m[8];
-        for (int n = 0; n < 8; n++) memcpy(&m[n], from + n * from_step + x, 16);
-        transpose8(m);
-        for (int n = 0; n < 8; n++) memcpy(to + (x + n) * to_step, &m[n], 16);
-    }
+/* Transpose `rows` x `columns` int16, rounded up to multiples of 8 and of 16; both buffers have the
+ * room. */
+typedef void Transpose(
+    const int16_t *from, size_t from_step, int16_t *to, size_t to_step, int rows, int columns);
+
+static void transpose_any(
+    const int16_t *from, size_t from_step, int16_t *to, size_t to_step, int rows, int columns) {
+    for (int x = 0; x < columns; x += 8, from += 8, to += 8 * to_step)
+        for (int y = 0; y < rows; y += 8) {
+            Half m[8];
+            for (int n = 0; n < 8; n++) memcpy(&m[n], from + (y + n) * from_step, 16);
+            transpose8(m);
+            for (int n = 0; n < 8; n++) memcpy(to + n * to_step + y, &m[n], 16);
+        }
 }
 
+#if defined(X86)
+/* Two blocks of 8 x 8 side by side, each in its half of the vectors. Compilers do not find this. */
+AVX2 static void transpose_avx2(
+    const int16_t *from, size_t from_step, int16_t *to, size_t to_step, int rows, int columns) {
+    for (int x = 0; x < columns; x += 16, from += 16, to += 16 * to_step)
+        for (int y = 0; y < rows; y += 8) {
+            __m256i m[8];
+            for (int n = 0; n < 8; n++)
+                m[n] = _mm256_loadu_si256((const __m256i *)(from + (y + n) * from_step));
+            for (int round = 0; round < 3; round++) {
+                __m256i mixed[8];
+                for (int n = 0; n < 4; n++) {
+                    mixed[2 * n] = _mm256_unpacklo_epi16(m[n], m[n + 4]);
+                    mixed[2 * n + 1] = _mm256_unpackhi_epi16(m[n], m[n + 4]);
+                }
+                for (int n = 0; n < 8; n++) m[n] = mixed[n];
+            }
+            int16_t *upper = to + y, *lower = upper + 8 * to_step;
+            for (int n = 0; n < 8; n++, upper += to_step, lower += to_step)
+                _mm256_storeu2_m128i((__m128i *)lower, (__m128i *)upper, m[n]);
+        }
+}
+#endif
+
+static Transpose *transpose_half = transpose_any;
+
+__attribute__((constructor)) static void choose_transpose(void) {
+#if defined(X86)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2")) transpose_half = transpose_avx2;
+#endif
+}
+
+/* Outputs whose columns are resampled and transposed together. Their inputs and results stay in the
+ * first-level cache, and each cache line of `middle` is written at once. */
+#define STRIP 32
+
 /* The horizontal half: resample rows `top` .. `top + rows` of the plane into `middle`, row-major
- * [rows][across]. `wide` has room for all columns of the plane as int16, `strip` for 9 columns. */
+ * [rows][across]. `wide` has room for all columns of the plane as int16, `strip` for STRIP + 1. */
 FOR_EVERY_CPU static void shrink_columns(const Plane *plane, const Axis *axis, int size, int filter,
     int top, int rows, int16_t *wide, int16_t *strip, int16_t *middle, size_t across) {
     int groups = (rows + LANES - 1) / LANES;
     size_t tall = (size_t)groups * LANES;
     const uint8_t *data = plane->data + (top - plane->top);
-    for (int x = axis->low; x < axis->high; x++) {
-        const uint8_t *restrict from = data + (size_t)(x - plane->left) * plane->step;
-        int16_t *restrict to = wide + (x - axis->low) * tall;
-        for (int y = 0; y < groups * LANES; y++) to[y] = (int16_t)(from[y] << 6);
-    }
-    for (int i = 0; i < size; i += 8) {
-        for (int n = 0; n < 8 && i + n < size; n++)
-            weigh(wide + (axis->start[i + n] - axis->low) * tall, tall, axis, i + n, filter, groups,
-                strip + n * tall, strip + 8 * tall);
-        transpose_half(strip, tall, middle + i, across, rows);
+    for (int first = 0; first < size; first += STRIP) {
+        int outputs = min(size - first, STRIP), low = axis->high, high = axis->low;
+        for (int i = first; i < first + outputs; i++) {
+            low = min(low, axis->start[i]), high = max(high, axis->start[i] + axis->count[i]);
+        }
+        for (int x = low; x < high; x++) {
+            const uint8_t *restrict from = data + (size_t)(x - plane->left) * plane->step;
+            int16_t *restrict to = wide + (x - low) * tall;
+            for (int y = 0; y < groups * LANES; y++) to[y] = (int16_t)(from[y] << 6);
+        }
+        for (int n = 0; n < outputs; n++)
+            weigh(wide + (axis->start[first + n] - low) * tall, tall, axis, first + n, filter,
+                groups, strip + n * tall, strip + STRIP * tall);
+        transpose_half(strip, tall, middle + first, across, outputs, rows);
     }
 }
 
+/* Round a number with 6 fraction bits to a gray level. */
+INLINE uint8_t level(int16_t number) {
+    /* Truncated to 16 bits before the shift, so that vectors stay narrow. */
+    int16_t value = (int16_t)(number + 32) >> 6;
+    value = value < 0 ? 0 : value;
+    return (uint8_t)(value > 255 ? 255 : value);
+}
+
+/* Here and in to_rgb the inner loop has a constant length: GCC would otherwise fill vectors with
+ * bytes, twice as many numbers, and need a loop for the remainder. */
 INLINE void levels(const int16_t *restrict from, int groups, uint8_t *restrict to) {
-    for (int x = 0; x < groups * LANES; x++) {
-        /* Truncated to 16 bits before the shift, so that vectors stay narrow. */
-        int16_t value = (int16_t)(from[x] + 32) >> 6;
-        value = value < 0 ? 0 : value;
-        to[x] = (uint8_t)(value > 255 ? 255 : value);
-    }
+    for (; groups > 0; groups--, from += LANES, to += LANES)
+        for (int x = 0; x < LANES; x++) to[x] = level(from[x]);
 }
 
 /* Limit the overshoot of a cubic at edges: luma and both chromas together would not fit 16 bits
@@ -298,15 +353,19 @@ INLINE Matrix jfif_matrix(void) {
     return m;
 }
 
-/* Convert Y, Cb, Cr to R, G, B in place by the JFIF matrix. Integer parts of its coefficients are
+/* Convert Y, Cb, Cr to levels of R, G, B by the JFIF matrix. Integer parts of its coefficients are
  * added unscaled, because `multiply` takes factors below 1. */
-INLINE void to_rgb(int16_t *restrict y, int16_t *restrict cb, int16_t *restrict cr, int groups) {
+INLINE void to_rgb(const int16_t *restrict y, const int16_t *restrict cb, const int16_t *restrict cr,
+    int groups, uint8_t *restrict red, uint8_t *restrict green, uint8_t *restrict blue) {
     const Matrix m = jfif_matrix();
-    for (int x = 0; x < groups * LANES; x++) {
-        int16_t blue = cb[x] - (128 << 6), red = cr[x] - (128 << 6), luma = y[x];
-        y[x] = luma + red + multiply(red, m.red);
-        cb[x] = luma - multiply(blue, m.green_blue) - multiply(red, m.green_red);
-        cr[x] = luma + 2 * blue - multiply(blue, m.blue); /* 1.772 = 2 - 0.228 */
+    for (; groups > 0; groups--) {
+        for (int x = 0; x < LANES; x++) {
+            int16_t b = cb[x] - (128 << 6), r = cr[x] - (128 << 6);
+            red[x] = level((int16_t)(y[x] + r + multiply(r, m.red)));
+            green[x] = level((int16_t)(y[x] - multiply(b, m.green_blue) - multiply(r, m.green_red)));
+            blue[x] = level((int16_t)(y[x] + 2 * b - multiply(b, m.blue))); /* 1.772 = 2 - 0.228 */
+        }
+        y += LANES, cb += LANES, cr += LANES, red += LANES, green += LANES, blue += LANES;
     }
 }
 
@@ -345,9 +404,9 @@ FOR_EVERY_CPU static void shrink_rows(int16_t *const middle[3], const Axis axis[
             clamp(part[0], -2048, 18000, groups);
             clamp(part[1], 0, 16384, groups), clamp(part[2], 0, 16384, groups);
         }
-        if (ycc && planes == 3) to_rgb(part[0], part[1], part[2], groups);
-        levels(part[0], groups, red);
-        if (planes == 3) levels(part[1], groups, green), levels(part[2], groups, blue);
+        if (ycc && planes == 3) to_rgb(part[0], part[1], part[2], groups, red, green, blue);
+        else
+            for (int n = 0; n < planes; n++) levels(part[n], groups, red + n * across);
         interleave(red, planes == 3 ? green : red, planes == 3 ? blue : red, size, pixels);
     }
 }
@@ -399,7 +458,7 @@ int resample(const Batch *batch, int index, Scratch *scratch, const Picture *pic
         most = max(most, rows), columns = max(columns, plane->width);
         middle_room += rows * across;
     }
-    size_t strip_room = 9 * (size_t)most, column_room = columns * (size_t)most;
+    size_t strip_room = (STRIP + 1) * (size_t)most, column_room = columns * (size_t)most;
     size_t total = (middle_room + strip_room + column_room + 6 * across) * sizeof(int16_t);
     if (!GROW(scratch, middle, total)) return NO_MEMORY;
     int16_t *strip = scratch->middle, *row = strip + strip_room, *column = row + 6 * across;

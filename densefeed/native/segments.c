@@ -377,7 +377,6 @@ typedef void Transform(int16_t block[6][64], const int flat[6], int blocks, uint
 TRANSFORM(transform_any, idct)
 
 #if defined(X86)
-#define AVX2 __attribute__((target("avx2")))
 typedef __m256i V;
 
 /* idct8 on 16-bit numbers, two rows per vector: in[k] holds rows 2k and 2k + 1, their first 4

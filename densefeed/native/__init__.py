@@ -115,7 +115,8 @@ class _Batch(Structure):
     _fields_ = (
         ("samples", c_void_p),
         ("count", c_int),
-        ("size", c_int),
+        ("height", c_int),
+        ("width", c_int),
         ("pixels", c_void_p),
         ("cuts", c_void_p),
         ("parts", c_int),
@@ -274,7 +275,7 @@ class Job:
 
     Args:
         samples: `SAMPLE` `[N]`; the library sets `status`, `message` and `took`.
-        pixels: uint8 `[N, size, size, 3]`, C-contiguous; rows of samples whose status is not OK
+        pixels: uint8 `[N, height, width, 3]`, C-contiguous; rows of samples whose status is not OK
             are undefined. Or `CUT` `[N]`, to cut out JPEGs and decode nothing; the library sets all
             fields, and `bytes` only where it points to the sample's own bytes.
         parts: the score maps to read with the images.
@@ -300,10 +301,12 @@ class Job:
             self.batch.cuts = pixels.ctypes.data
         else:
             assert pixels.dtype == np.uint8
-            assert pixels.shape == (len(samples), pixels.shape[1], pixels.shape[1], 3)
-            # The library divides by it.
-            assert pixels.shape[1] > 0
-            self.batch.size, self.batch.pixels = pixels.shape[1], pixels.ctypes.data
+            count, height, width, channels = pixels.shape
+            assert (count, channels) == (len(samples), 3)
+            # The library divides by both.
+            assert min(height, width) > 0
+            self.batch.height, self.batch.width = height, width
+            self.batch.pixels = pixels.ctypes.data
         if parts is not None:
             self._set_parts(parts)
 

@@ -1,4 +1,4 @@
-/* Declarations shared by the C files of this folder. `size` is the side of the square output.
+/* Declarations shared by the C files of this folder. `size` is the outputs along an axis.
  *
  * Planes are column-major: the pixels of a column are neighbors in memory. This saves two
  * transpositions: the inverse DCT leaves its block transposed, and resampling a row of pixels
@@ -116,8 +116,8 @@ typedef struct {
 
 typedef struct Batch {
     Sample *samples;
-    int count, size; /* samples; side of the output, pixels */
-    uint8_t *pixels; /* [count][size][size][3] */
+    int count, height, width; /* samples; height and width of the output, pixels */
+    uint8_t *pixels; /* [count][height][width][3] */
     Cut *cuts; /* [count]; if not NULL, `pixels` is not used */
     /* Score maps: `parts` byte ranges per sample, each read from its file into a numpy array. */
     int parts;

@@ -1,4 +1,4 @@
-/* Antialiased resampling of a crop to size x size RGB, directly from the decoded Y, Cb, Cr planes.
+/* Antialiased resampling of a crop to height x width RGB, directly from the decoded Y, Cb, Cr planes.
  *
  * The filters are those of Pillow and torchvision: triangle or cubic, widened by the scale when
  * shrinking; no pixel outside the crop's whole pixels is read. Interpolating half-resolution chroma
@@ -392,11 +392,12 @@ INLINE void interleave(const uint8_t *restrict r, const uint8_t *restrict g,
 
 /* The vertical half and the colors of all output rows. `row` has room for 6 * across numbers. */
 FOR_EVERY_CPU static void shrink_rows(int16_t *const middle[3], const Axis axis[3],
-    int planes, int ycc, int filter, int size, size_t across, int16_t *row, uint8_t *pixels) {
+    int planes, int ycc, int filter, int height, int width, size_t across, int16_t *row,
+    uint8_t *pixels) {
     int16_t *const part[3] = {row, row + across, row + 2 * across}, *more = row + 3 * across;
     int groups = (int)(across / LANES);
     uint8_t *red = (uint8_t *)(row + 4 * across), *green = red + across, *blue = green + across;
-    for (int i = 0; i < size; i++, pixels += 3 * (size_t)size) {
+    for (int i = 0; i < height; i++, pixels += 3 * (size_t)width) {
         for (int n = 0; n < planes; n++)
             weigh(middle[n] + (axis[n].start[i] - axis[n].low) * across, across, &axis[n], i,
                 filter, groups, part[n], more);
@@ -407,14 +408,14 @@ FOR_EVERY_CPU static void shrink_rows(int16_t *const middle[3], const Axis axis[
         if (ycc && planes == 3) to_rgb(part[0], part[1], part[2], groups, red, green, blue);
         else
             for (int n = 0; n < planes; n++) levels(part[n], groups, red + n * across);
-        interleave(red, planes == 3 ? green : red, planes == 3 ? blue : red, size, pixels);
+        interleave(red, planes == 3 ? green : red, planes == 3 ? blue : red, width, pixels);
     }
 }
 
-/* Resample the crop of sample `index` from its decoded picture, to size x size x 3 bytes. */
+/* Resample the crop of sample `index` from its decoded picture, to height x width x 3 bytes. */
 int resample(const Batch *batch, int index, Scratch *scratch, const Picture *picture) {
     Sample *sample = &batch->samples[index];
-    int size = batch->size, filter = batch->filter;
+    int height = batch->height, width = batch->width, filter = batch->filter;
     double top = sample->top / picture->scale, left = sample->left / picture->scale;
     double tall = sample->box_height / picture->scale, wide = sample->box_width / picture->scale;
     int high_x = min((int)ceil(left + wide - 1e-9), picture->width);
@@ -424,21 +425,22 @@ int resample(const Batch *batch, int index, Scratch *scratch, const Picture *pic
     /* Room for the taps: an output has at most 2 * scale + 3 inputs, or twice as many if cubic. The
      * floats hold `whole` and `half` of set_taps, or those of set_eight_taps. */
     int reach = filter == BICUBIC ? 4 : 2;
-    int room = (int)(reach * fmax(wide, tall) / size) + reach + 4;
+    int room = (int)(reach * fmax(wide / width, tall / height)) + reach + 4;
+    int longest = max(height, width);
     size_t float_bytes = ROUND_UP((8 * (size_t)room + 6 * MARGIN) * sizeof(float), 64);
-    size_t axis_bytes = ROUND_UP(size * (2 * sizeof(int) + room * sizeof(int16_t)), 64);
+    size_t axis_bytes = ROUND_UP(longest * (2 * sizeof(int) + room * sizeof(int16_t)), 64);
     if (!GROW(scratch, weights, float_bytes + 6 * axis_bytes)) return NO_MEMORY;
     float *dense = scratch->weights;
     Axis axis[2][3];
     int most = 0, columns = 0;
-    size_t across = ROUND_UP(size, LANES), middle_room = 0;
+    size_t across = ROUND_UP(width, LANES), middle_room = 0;
     for (int n = 0; n < picture->planes; n++) {
         const Plane *plane = &picture->plane[n];
         Axis *right = &axis[0][n], *down = &axis[1][n];
         for (int d = 0; d < 2; d++) {
             int *start = (int *)((uint8_t *)dense + float_bytes + (3 * d + n) * axis_bytes);
-            int16_t *weight = (int16_t *)(start + 2 * size);
-            axis[d][n] = (Axis){start, start + size, weight, .room = room};
+            int16_t *weight = (int16_t *)(start + 2 * longest);
+            axis[d][n] = (Axis){start, start + longest, weight, .room = room};
         }
         int ratio_x = plane->ratio_x, ratio_y = plane->ratio_y;
         int smooth_y = ratio_y == 2 && ratio_x <= 2;
@@ -446,9 +448,9 @@ int resample(const Batch *batch, int index, Scratch *scratch, const Picture *pic
         if (n && ratio_x == plane[-1].ratio_x && ratio_y == plane[-1].ratio_y) {
             *right = right[-1], *down = down[-1];
         } else {
-            set_taps(right, dense, size, filter, left, wide, low_x, high_x, sample->flip, ratio_x,
+            set_taps(right, dense, width, filter, left, wide, low_x, high_x, sample->flip, ratio_x,
                 smooth_x, plane->extent_x);
-            set_taps(down, dense, size, filter, top, tall, low_y, high_y, 0, ratio_y, smooth_y,
+            set_taps(down, dense, height, filter, top, tall, low_y, high_y, 0, ratio_y, smooth_y,
                 plane->extent_y);
         }
         if (right->low < plane->left || right->high > plane->left + plane->width
@@ -468,11 +470,11 @@ int resample(const Batch *batch, int index, Scratch *scratch, const Picture *pic
         int rows = down->high - down->low;
         middle[n] = next;
         next += ROUND_UP(rows, LANES) * across;
-        shrink_columns(&picture->plane[n], &axis[0][n], size, filter, down->low, rows, column,
+        shrink_columns(&picture->plane[n], &axis[0][n], width, filter, down->low, rows, column,
             strip, middle[n], across);
     }
-    shrink_rows(middle, axis[1], picture->planes, picture->ycc, filter, size, across, row,
-        batch->pixels + (size_t)index * size * size * 3);
+    shrink_rows(middle, axis[1], picture->planes, picture->ycc, filter, height, width, across,
+        row, batch->pixels + (size_t)index * height * width * 3);
     return OK;
 }
 

@@ -199,7 +199,7 @@ static uint8_t *decode_sample(Sample *sample, int size) {
     uint8_t *pixels = malloc(3 * size * size);
     memset(pixels, 0xA5, 3 * size * size);
     Batch batch = {
-        .samples = sample, .count = 1, .size = size, .pixels = pixels, .filter = filter};
+        .samples = sample, .count = 1, .height = size, .width = size, .pixels = pixels, .filter = filter};
     densefeed_decode(&batch);
     CHECK(sample->status >= OK && sample->status <= NO_MEMORY);
     CHECK(memchr(sample->message, 0, MESSAGE) && !sample->message[0] == (sample->status == OK));
@@ -281,7 +281,7 @@ static void check_pixels(const Sample *sample, int size, const uint8_t *pixels) 
     if (turbo_decode(&again, &scratch, again.bytes, again.length, box, 1, &picture) == OK) {
         uint8_t *want = malloc(3 * size * size);
         Batch batch = {
-            .samples = &again, .count = 1, .size = size, .pixels = want, .filter = filter};
+            .samples = &again, .count = 1, .height = size, .width = size, .pixels = want, .filter = filter};
         if (resample(&batch, 0, &scratch, &picture) == OK)
             CHECK(!memcmp(want, pixels, 3 * size * size));
         free(want);
@@ -341,7 +341,7 @@ static void try_together(Input in) {
     uint8_t *pixels = malloc(count * bytes);
     for (int n = 0; n < count; n++) draw_sample(&together[n], in);
     Batch batch = {
-        .samples = together, .count = count, .size = size, .pixels = pixels, .filter = filter};
+        .samples = together, .count = count, .height = size, .width = size, .pixels = pixels, .filter = filter};
     densefeed_decode(&batch);
     for (int n = 0; n < count; n++) {
         Sample alone = together[n];
@@ -589,7 +589,8 @@ static void try_pool(const Input *inputs, int count) {
         batches[b] = (Batch){
             .samples = samples[b],
             .count = (int)draw(ROWS + 1),
-            .size = 32,
+            .height = 32,
+            .width = 32,
             .filter = draw(2) ? BICUBIC : BILINEAR,
             .pixels = pixels[b],
             .parts = 2,

@@ -30,7 +30,13 @@ MEAN = 0.6  # of 255: limit of the mean absolute difference from Pillow
 
 
 def make_job(
-    files: list[bytes], boxes, size: int, flips=0, kind=native.JPEG, extents=None, parts=None
+    files: list[bytes],
+    boxes,
+    size: int | tuple[int, int],
+    flips=0,
+    kind=native.JPEG,
+    extents=None,
+    parts=None,
 ) -> native.Job:
     """Make a job over files in memory; `boxes` are (top, left, height, width)."""
     samples = np.zeros(len(files), native.SAMPLE)
@@ -40,12 +46,12 @@ def make_job(
         extents or [native.probe(file) for file in files]
     ).T
     samples["box_tlhw"], samples["flip"], samples["kind"] = boxes, flips, kind
-    return native.Job(
-        samples, np.full((len(files), size, size, 3), 99, np.uint8), parts, keep=memory
-    )
+    shape = (size, size) if isinstance(size, int) else size
+    pixels = np.full((len(files), *shape, 3), 99, np.uint8)
+    return native.Job(samples, pixels, parts, keep=memory)
 
 
-def crop(file: bytes, box, size: int, flip=0, **options) -> np.ndarray:
+def crop(file: bytes, box, size: int | tuple[int, int], flip=0, **options) -> np.ndarray:
     """Decode one crop, which must succeed."""
     job = make_job([file], [box], size, flip, **options)
     job.decode()
@@ -331,6 +337,29 @@ def test_no_output_size_writes_outside_the_pixels(photographs):
         np.testing.assert_array_equal(
             memory[128:-128].reshape(size, size, 3), crop(file, (3, 5, 200, 300), size)
         )
+
+
+@pytest.mark.parametrize("index", [True, False], ids=["indexed", "plain"])
+def test_oblong_crops_match_pillow_and_write_no_other_pixels(photographs, index):
+    """Crops of any proportions to height x width; a scaled decoding keeps enough of both axes."""
+    rng = np.random.default_rng(4)
+    file = encoded(photographs[1])
+    image = Image.open(io.BytesIO(file))
+    file = indexed_jpeg.transcode(file) if index else file
+    for height, width in ((1, 64), (64, 1), (31, 97), (176, 272), (256, 192), (24, 300), (40, 9)):
+        (top, left, tall, wide), flip = random_box(rng, image.height, image.width), height % 2
+        memory = np.full(3 * height * width + 256, 77, np.uint8)
+        job = make_job([file], [(top, left, tall, wide)], (height, width), flip)
+        job.batch.pixels = memory[128:].ctypes.data
+        job.decode()
+        assert job.samples["status"][0] == native.OK
+        assert (memory[:128] == 77).all()
+        assert (memory[-128:] == 77).all()
+        cut = image.crop((left, top, left + wide, top + tall))
+        want = np.asarray(cut.resize((width, height), Image.Resampling.BILINEAR))
+        want = want[:, ::-1] if flip else want
+        got = memory[128:-128].reshape(height, width, 3)
+        assert mean_difference(got, want) <= MEAN, (height, width)
 
 
 FLAGS = ("-O3", "-shared", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off")

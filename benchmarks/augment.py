@@ -130,7 +130,7 @@ def make_crops(originals: list[Image.Image], plan: EpochPlan) -> np.ndarray:
 
     The samples take the photographs in turn.
     """
-    size, count = plan.size(0), plan.num_samples
+    (size, _), count = plan.shape(0, 0), plan.num_samples
     pictures = list(islice(cycle(originals), count))
     heights, widths = np.array([(p.height, p.width) for p in pictures]).T
     boxes, _ = plan.crops(0, np.arange(count), heights, widths)

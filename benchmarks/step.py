@@ -86,7 +86,7 @@ from densefeed.system.errors import UserError
 from densefeed.system.malloc import set_malloc, tune_malloc
 from densefeed.system.options import with_options
 from densefeed.system.progress import steps_bar
-from densefeed.training.build import autocast_dtype, build_model, flops_per_size
+from densefeed.training.build import autocast_dtype, build_model, flops_per_shape
 from densefeed.training.captured_update import choose_update
 from densefeed.training.compile import get_networks
 from densefeed.training.config import Config
@@ -560,7 +560,7 @@ def measure_floor(step: OurStep, batch: Batch, classes: int) -> Floor:
         # The config describes the model, not its agent. On the meta device nothing is computed.
         flops = training_flops(deepcopy(trainable).to("meta"), size)
     else:
-        flops = flops_per_size(config, step.inputs.objective, classes)[size]
+        flops = flops_per_shape(config, step.inputs.objective, classes)[size, size]
     # The weights of each DRLoc head multiply every pair of an image: forward, and twice as much
     # backward.
     heads = getattr(trainable, "localizer", nn.Identity()).modules()

@@ -17,6 +17,7 @@ from densefeed.pipelines.augment.augmentation import Augmentation
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.mixing import Mixing
 from densefeed.pipelines.open import DataOptions, Mode, open_dataset
+from densefeed.pipelines.shapes import token_grid
 from densefeed.pipelines.targets import check_batch
 from densefeed.system.errors import UserError
 from densefeed.system.options import check_type, leaves, with_options
@@ -162,9 +163,9 @@ class TrainLoss:
         device, network = next(model.parameters()).device, unwrap_model(model)
         self._check(network, batch)
         augmented = self._augment(network, batch, device)
-        size = augmented.image.shape[-1]
+        size = tuple(augmented.image.shape[2:])
         # A CNN has a grid too: the regions that a mixed image shows.
-        grid = max(1, size // getattr(network, "patch_size", PATCH))
+        grid = token_grid(size, getattr(network, "patch_size", PATCH))
         mix = None
         if self._config.mix:
             mix = self._mixing.draw(batch.epoch, batch.step, size, grid).to(device)

@@ -32,7 +32,7 @@ from densefeed.training.ranks import StopVote, init_distributed, raise_on_rank0
 from densefeed.training.run_folder import lock_run_folder
 from densefeed.training.schedule import learning_rate
 from densefeed.training.setup import Run, is_evaluated, setup_run
-from densefeed.training.speed import RunClock
+from densefeed.training.speed import RunClock, mean_flops_share
 from densefeed.training.step_inputs import StepInputs
 from densefeed.training.student import update
 
@@ -93,8 +93,7 @@ def train_loop(run: Run, signal_name: Callable[[], str]) -> dict:
                     seconds = clock.total()[0] - run.spent[0]
                     print(f"first step, compilation included: {seconds:.1f} s", flush=True)
                 if step % options.log_every == 0:
-                    flops_share = shares.get(loader.plan.size(epoch))
-                    log_interval(run, monitor, clock, log, step, norm, flops_share)
+                    log_interval(run, monitor, clock, log, step, norm, shares)
                 log.advance(1)
                 # Several ranks learn of a signal a step late, but all after the same step.
                 stop = vote(bool(signal_name()))
@@ -129,16 +128,17 @@ def log_interval(
     log: RunLog,
     step: int,
     norm: torch.Tensor,
-    flops_share: float | None,
+    shares: dict,
 ) -> None:
     """Write a log line of the steps since the last one; waits for the device.
 
-    `flops_share` is the operations of an image over those that all devices do in a second, None on
-    a CPU.
+    `shares` are the operations of an image over those that all devices do in a second, for each
+    shape of the input; empty on a CPU.
     """
     mean = monitor.mean_loss_sync(step)
     steps, seconds, waited = clock.interval(step)
     rate = steps * run.config.optim.batch / seconds
+    flops_share = mean_flops_share(shares, run.loader.plan, step, steps)
     values = {
         "loss": mean,
         "lr": run.student.optimizer.param_groups[0]["lr"],

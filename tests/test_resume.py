@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 KILLS = int(os.environ.get("SOAK_KILLS", 3))
 pytestmark = pytest.mark.usefixtures("one_thread")
 TIMINGS = {"images_per_s", "mfu", "data_wait_share", "peak_memory_gb"}
-# Everything that a step depends on: two image sizes, two microbatches per batch, every kind of
+# Everything that a step depends on: four image shapes, two microbatches per batch, every kind of
 # random draw, log intervals that cross epochs.
 EVERYTHING = dict(
     rand_augment="rand-m9-mstd0.5-inc1",
@@ -35,7 +35,9 @@ EVERYTHING = dict(
     erase_count=2,
     microbatch=2,
     clip_grad=0.5,
-    sizes=((0, 16), (1, 32)),
+    multi_scale=(48, 64),
+    aspects=(0.75, 4 / 3),
+    side_multiple=8,
     log_every=4,
 )
 

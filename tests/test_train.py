@@ -350,8 +350,12 @@ def test_the_first_batch_is_checked_before_the_first_step(packed, tmp_path, monk
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     "fields",
-    [{}, dict(sizes=((0, 16), (1, 48))), AUGMENTED],
-    ids=["one size", "in the middle of another size", "augment_batches"],
+    [
+        {},
+        dict(sizes=((0, 16), (1, 48))),
+        AUGMENTED | dict(aspects=(0.75, 4 / 3), side_multiple=8, multi_scale=(48, 64)),
+    ],
+    ids=["one size", "in the middle of another size", "augmented buckets of two scales"],
 )
 def test_run_killed_between_epochs_resumes_exactly(packed, tmp_path, monkeypatch, fields):
     """Losses and final weights equal an uninterrupted run's, with drop-path, EMA and MixToken."""
@@ -409,7 +413,8 @@ def test_progressive_sizes_apply_to_images_mask_and_targets(packed, tmp_path, mo
     assert trained == [
         (True, (side, side), (side // 8, side // 8)) for side in (16, 16, 48) for _ in range(3)
     ]
-    assert grids == [grid for side in (16, 16, 48) for _ in range(3) for grid in (side // 8, 1)]
+    tokens = [(side // 8, side // 8) for side in (16, 16, 48) for _ in range(3)]
+    assert grids == [grid for both in tokens for grid in (both, 1)]
     # Each size of the table is tried before the first step. An evaluation has one batch of 4 and
     # one of 1 plus padding.
     assert [side for training_, (side, _), _ in seen if not training_] == [16, 48] + [32, 32] * 3
@@ -706,7 +711,11 @@ def test_resumed_run_adds_up_its_time_and_rejects_other_maps(
 
 @pytest.mark.parametrize(
     "fields",
-    [dict(sizes=((0, 16), (1, 48))), dict(batch=1024, size=224), dict(repeats=2, mixtoken=True)],
+    [
+        dict(sizes=((0, 16), (1, 48))),
+        dict(batch=1024, size=224),
+        dict(repeats=2, mixtoken=True, aspects=(0.75, 1.0), side_multiple=8, multi_scale=(40, 48)),
+    ],
 )
 def test_dry_run_uses_two_images_with_any_recipe(packed, tmp_path, capsys, fields):
     """Also for a large batch. The estimated memory is proportional to the microbatch.

@@ -24,6 +24,7 @@ from densefeed.pipelines.mixing import (
     share_map,
 )
 from densefeed.pipelines.plan import EpochPlan
+from densefeed.pipelines.shapes import Grid, Shape
 from densefeed.pipelines.targets import (
     SparseTargets,
     TargetRules,
@@ -48,7 +49,7 @@ class Setting(NamedTuple):
     options: Any  # the run's section `objective`
     labels: TargetRules
     mix: MixOptions
-    sizes: tuple[int, ...]  # sides of the network's input in training, pixels, ascending
+    shapes: list[Shape]  # heights and widths of the network's input in training, pixels
     epochs: int  # of the whole run
     model: str  # its name, for messages
 
@@ -57,14 +58,14 @@ class StepContext(NamedTuple):
     """What the loss of a step reads beside the batch."""
 
     score_maps: ScoreMapSpec | None
-    grid: int  # side of the table of tokens
+    grid: Grid  # of tokens: rows and columns, or the side of a square
     mix: Mix | None  # on the batch's device
     inputs: Any = None  # what `Objective.inputs` returned
     mask: Tensor | None = None  # `token_mask` of `mix`, where the caller has it
 
 
-def token_mask(mix: Mix, grid: int) -> Tensor:
-    """Mark the tokens that MixToken takes from the mixing partner, bool `[P, P]`."""
+def token_mask(mix: Mix, grid: Grid) -> Tensor:
+    """Mark the tokens that MixToken takes from the mixing partner, bool `[R, C]`."""
     # MixToken's box has its sides between tokens, so every cell of the map is 0 or 1.
     return box_map(mix, grid) > 0.5
 
@@ -198,7 +199,7 @@ def step_loss(
     image, options = batch.image, objective.setting.mix
     if step.mix is not None and (options.cutmix or options.mixup):
         # MixToken exchanges tokens inside the network, so pixels only have MixUp's blend.
-        share = step.mix.blend if options.mixtoken else share_map(step.mix, image.shape[-1])
+        share = step.mix.blend if options.mixtoken else share_map(step.mix, tuple(image.shape[2:]))
         image = mix_images(image, share)
     # Only the network is under autocast: losses need more than 16 bits.
     with torch.autocast(image.device.type, dtype or torch.bfloat16, enabled=dtype is not None):

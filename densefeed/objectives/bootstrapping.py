@@ -264,6 +264,8 @@ class Bootstrapping(Objective):
                 "two networks would see different images; give --no-mixtoken, and --cutmix 1 to "
                 "exchange pixels instead"
             )
+        if any(height != width for height, width in self.setting.shapes):
+            raise UserError("--bootstrap compares maps of square inputs; remove --aspects")
         # Neighbors in the sequence cross the ends of rows, and token labels have positions.
         uneven = options.agent == "res-like" and options.feature_adapt == "sequence"
         if uneven and options.feature_weight > 0 and self.needs_tokens:
@@ -277,13 +279,13 @@ class Bootstrapping(Objective):
         # The meta device computes shapes alone and takes no memory.
         with torch.device("meta"):
             joint = self.wrap(twin, num_classes, lambda network: network).eval()
-            for side in self.setting.sizes:
+            for side, _ in self.setting.shapes:
                 try:
                     output = joint(torch.empty(1, 3, side, side))
                     self.feature_loss(output.tokens, output.maps, torch.ones(1))
                 except (ValueError, RuntimeError, AssertionError) as error:
                     why = first_line(error)
-                    option = "--sizes" if len(self.setting.sizes) > 1 else "--size"
+                    option = "--sizes" if len(self.setting.shapes) > 1 else "--size"
                     fit = " or ".join(map(str, self.nearby_sizes(joint, side)))
                     raise UserError(
                         f"--bootstrap {self.options.mode} cannot train at {side} px ({why}); "

@@ -23,6 +23,7 @@ from densefeed.objectives.losses import weighted_mean
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.pairs import Pairs, draw_pairs
 from densefeed.pipelines.plan import EpochPlan
+from densefeed.pipelines.shapes import Shape, split_grid
 from densefeed.system.errors import UserError, first_line
 from densefeed.system.options import Count, NonNegative, NonNegativeInt, Options, leaves
 
@@ -281,7 +282,7 @@ class LocalizedModel(nn.Module):
     Args:
         model: has `forward_features` and `forward_head`, whose composition is its forward.
         variant, side, published: see `LocalizationLoss`.
-        sizes: sides of the inputs in training, pixels.
+        shapes: of the inputs in training, sides or (height, width), pixels.
 
     The map is the output of `forward_features`, after the final norm. `all` reads the maps of
     `forward_intermediates`, without norm: of every block, or of every stage of a pyramid.
@@ -299,7 +300,7 @@ class LocalizedModel(nn.Module):
         model: nn.Module,
         variant: Variant,
         side: int,
-        sizes: Sequence[int],
+        shapes: Sequence[int | Shape],
         published: bool = False,
     ) -> None:
         super().__init__()
@@ -317,17 +318,17 @@ class LocalizedModel(nn.Module):
             raise ValueError(f"it has no {missing[0]}; choose another model{other}")
         # The blank image below goes through in evaluation mode, where patch dropout is off.
         refuse_patch_dropout(model)
-        shapes = [self._map_shapes(size) for size in sizes]
+        maps = [self._map_shapes(shape) for shape in shapes]
         grids = []
-        for *_, (_, R, C) in shapes:
+        for *_, (_, R, C) in maps:
             factor = pool_factor((R, C), side)
             grids.append((R // factor, C // factor))
         if variant in ("ce", "reg") and len(set(grids)) > 1:
             raise ValueError(
-                f"--sizes change the number of its offsets, and {variant} has a class for each; "
-                "choose one size"
+                f"the sizes of its inputs change the number of offsets, and {variant} has a class "
+                "for each; choose one --size"
             )
-        widths = [D for D, _, _ in shapes[0]]
+        widths = [D for D, _, _ in maps[0]]
         self.localizer = LocalizationLoss(variant, widths, side, grids[0], published)
 
     @property
@@ -336,13 +337,13 @@ class LocalizedModel(nn.Module):
         return (self.model,)
 
     @torch.no_grad()
-    def _map_shapes(self, size: int) -> list[tuple[int, int, int]]:
-        """Return D, R and C of each map for inputs of `size` pixels, from a blank image."""
+    def _map_shapes(self, shape: int | Shape) -> list[tuple[int, int, int]]:
+        """Return D, R and C of each map for inputs of `shape` pixels, from a blank image."""
         like, training = next(self.model.parameters()), self.model.training
         try:
             # BatchNorm must not average the blank image.
             self.model.eval()
-            _, maps = self._features(like.new_zeros(1, 3, size, size))
+            _, maps = self._features(like.new_zeros(1, 3, *split_grid(shape)))
         finally:
             self.model.train(training)
         return [tuple(map_NDRC.shape[1:]) for map_NDRC in maps]
@@ -412,7 +413,7 @@ class DRLoc(Objective):
         options = self.options
         try:
             heads = LocalizedModel(
-                model, options.variant, options.grid, self.setting.sizes, options.published
+                model, options.variant, options.grid, self.setting.shapes, options.published
             )
         # Any of timm's models may be given, and they fail in all these ways.
         except (ValueError, RuntimeError, AssertionError, AttributeError, TypeError) as error:

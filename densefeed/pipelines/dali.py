@@ -45,6 +45,7 @@ from PIL import Image
 from densefeed import native
 from densefeed.pipelines.loader import CPU, Decoding, Encoded, MapRows, Source, ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
+from densefeed.pipelines.shapes import Shape
 from densefeed.storage import indexed_jpeg
 from densefeed.system.errors import UserError
 from densefeed.system.terminal import print
@@ -121,7 +122,7 @@ def build(run: int, threads: int, device: int | None, regions: bool, resize: boo
         device: number of the GPU; None for a CPU pipeline.
         regions: decode only the box of each JPEG; otherwise decode all of it and cut the box out,
             with the same pixels.
-        resize: return uint8 `[N, size, size, 3]`; otherwise the pixels of each box as they are,
+        resize: return uint8 `[N, H, W, 3]`; otherwise the pixels of each box as they are,
             uint8 `[height, width, 3]`.
     """
     from nvidia.dali import Pipeline, fn, types
@@ -183,7 +184,7 @@ def feed(
     jpegs: list[np.ndarray],
     box_tlhw_N4: np.ndarray,
     flip_N: np.ndarray,
-    size: int | None,
+    size: int | Shape | None,
 ) -> None:
     """Start a run. `jpegs` must live until the run is finished.
 
@@ -191,7 +192,8 @@ def feed(
         jpegs: N arrays, uint8 of any lengths.
         box_tlhw_N4: crops (top, left, height, width) in pixels of these JPEGs, float64.
         flip_N: whether a crop is mirrored left-right, bool.
-        size: side of the output, pixels; None if the pipeline neither resizes nor mirrors.
+        size: side of the output, or height and width, pixels; None if the pipeline neither resizes
+            nor mirrors.
     """
     low, high = cover_boxes(box_tlhw_N4)
     inputs = {
@@ -309,7 +311,7 @@ class _Work(Decoding):
     parts: native.Parts | None
     cuts: np.ndarray
     ids: np.ndarray
-    size: int
+    size: Shape
     # Started and not yet finished; the first is the call that starts the others.
     runs: int = 1
     cancelled: bool = False
@@ -467,7 +469,7 @@ class _Engine:
         good = samples["status"] == native.OK
         self.sound[work.ids[good]] = cuts["sound"][good]
         if work.image is None:
-            shape = len(samples), work.size, work.size, 3
+            shape = len(samples), *work.size, 3
             work.image = torch.empty(shape, dtype=torch.uint8, device=self._device)
         rows = np.flatnonzero(good & (cuts["length"] > 0))
         others = np.flatnonzero(good & (cuts["length"] == 0))
@@ -553,7 +555,7 @@ class _Engine:
     def _copy(self, work: _Work, rows: np.ndarray, pixels: object) -> None:
         """Copy `pixels` to these rows of the work's image.
 
-        `pixels` is DALI's tensor or an array, uint8 `[len(rows), size, size, 3]`.
+        `pixels` is DALI's tensor or an array, uint8 `[len(rows), H, W, 3]`.
         """
         if self._number is None:
             work.image.numpy()[rows] = np.asarray(pixels)
@@ -599,7 +601,7 @@ class _Engine:
         Store the outcome in the work's samples.
         """
         some = work.job.samples[rows]
-        pixels = np.empty((len(rows), work.size, work.size, 3), np.uint8)
+        pixels = np.empty((len(rows), *work.size, 3), np.uint8)
         job = native.Job(some, pixels, parts, keep=work.job)
         self.pool.submit(job)
         self._wait_native(job)
@@ -693,7 +695,9 @@ class DaliLoader(ThreadedLoader):
         self._end()
         super().close()
 
-    def _begin(self, encoded: Encoded, ids: np.ndarray, size: int, maps: MapRows | None) -> _Work:
+    def _begin(
+        self, encoded: Encoded, ids: np.ndarray, shape: Shape, maps: MapRows | None
+    ) -> _Work:
         samples, parts = encoded.samples, maps and maps.parts
         # DALI gets no raw images, so they need no room.
         lengths = np.where(samples["kind"] == native.RAW, 0, samples["length"])
@@ -704,8 +708,8 @@ class DaliLoader(ThreadedLoader):
         job = native.Job(samples, cuts, parts, [encoded.keep, room])
         image = None
         if self._device.type == "cpu":
-            image = self._memory.empty((len(ids), size, size, 3), torch.uint8)
-        work = _Work(job, image, parts, cuts, ids, size)
+            image = self._memory.empty((len(ids), *shape, 3), torch.uint8)
+        work = _Work(job, image, parts, cuts, ids, shape)
         self._pool.submit(job)
         self._engine.works.put(work)
         return work

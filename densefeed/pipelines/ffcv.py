@@ -94,6 +94,9 @@ class FfcvSource(StoreMaps):
             return Image.frombytes("RGB", extent, encoded)
         return decode(encoded, self.where(index))
 
+    def extents(self) -> tuple[np.ndarray, np.ndarray]:
+        return self._beton.heights, self._beton.widths
+
     def map_rows(self, ids: np.ndarray, memory: Memory) -> MapRows:
         if self._store is not None:
             return super().map_rows(ids, memory)

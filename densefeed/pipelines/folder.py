@@ -5,6 +5,7 @@ The folder can be any dataset that timm reads.
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,9 @@ from densefeed.system.errors import UserError, explain_os_error
 
 # Files per task of a reading thread.
 CHUNK = 16
-
+# Bytes of a JPEG that are read to find its size, one after the other, before all of it. The size is
+# in the first kilobyte, and behind Exif data with a thumbnail mostly in the first 64.
+HEADS = 2**12, 2**16
 
 # In place of a file that cannot be read: the decoder refuses an empty JPEG.
 MISSING = np.empty(0, np.uint8)
@@ -128,6 +131,23 @@ class FolderSource(StoreMaps):
             encoded.keep[row], sample = content, encoded.samples[row]
             sample["bytes"], sample["length"] = content.ctypes.data, content.nbytes
             sample["kind"], (sample["height"], sample["width"]) = kind, extent
+
+    def extents(self) -> tuple[np.ndarray, np.ndarray]:
+        extents = list(self._readers.map(self._extent, range(len(self.labels))))
+        return tuple(np.array(extents, np.int64).reshape(-1, 2).T)
+
+    def _extent(self, index: int) -> tuple[int, int]:
+        """Read the height and width of a file; 1 x 1 if they cannot be read."""
+        # An unreadable file is reported, or skipped, when its turn in a batch comes.
+        with suppress(OSError):
+            with self._images.open(index) as file:
+                head = b""
+                for more in HEADS:
+                    head += file.read(more)
+                    with suppress(native.JpegError):
+                        return native.probe(head)
+            return self._images.size(index)
+        return 1, 1
 
     def image(self, index: int) -> Image.Image:
         return decode(self._images.read(index), self.where(index))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from densefeed.system.devices import has_triton
 
-# N images   S map side   k classes per cell   M palette   P grid side   T = P * P tokens
+# N images   S map side   k classes per cell   M palette   R x C, the grid of tokens   T = R * C
 
 # Elements of a program's table of tokens (or samples) by slots. 8 tokens by 64 slots take 96
 # registers of a thread, 16 take 167, and 64 more than there are (compiled for sm_90).
@@ -82,11 +82,12 @@ def run_pool_kernel(
     numbers: list[float],
     classes: int,
     slots: int,
-    grid: int,
+    grid_rows: int,
+    grid_columns: int,
     most: int,
     uniform: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Pool maps to the targets of a `grid` x `grid` table of tokens; see `sparse_targets`.
+    """Pool maps to the targets of a table of tokens; see `sparse_targets`.
 
     The tensors are fields of SlotMaps. `numbers` are how far outside of map and image a point still
     counts as inside, and `on`, `off` and the sum of a target. `most` limits the samples of a token
@@ -95,17 +96,18 @@ def run_pool_kernel(
     from densefeed.pipelines import fused_targets_triton as kernels
 
     N, side, _, top_k = value.shape
-    made = allocate_targets(value, slots, grid)
+    tokens = grid_rows * grid_columns
+    made = allocate_targets(value, slots, tokens)
     columns = round_up_to_power(slots)
     # The whole crop is one token, whose samples are the rows.
-    whole = grid == 1
-    rows = round_up_to_power(most * most if whole else grid * grid)
+    whole = tokens == 1
+    rows = round_up_to_power(most * most if whole else tokens)
     rows = min(rows, max(TILE // columns, 1))
     kernels.launch(
         kernels.pool_kernel,
-        (N, -(-grid * grid // rows)),
+        (N, -(-tokens // rows)),
         *(slot, value, share, place, *made),
-        *(side, top_k, classes, slots, grid, most, *numbers),
+        *(side, top_k, classes, slots, grid_rows, grid_columns, most, *numbers),
         TAIL=share.numel() > 0,
         UNIFORM=uniform,
         WHOLE=whole,
@@ -128,9 +130,11 @@ def allocate_maps(
     )
 
 
-def allocate_targets(value: Tensor, slots: int, grid: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def allocate_targets(
+    value: Tensor, slots: int, tokens: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Allocate what `run_pool_kernel` returns."""
-    shape = len(value), grid * grid
+    shape = len(value), tokens
     base, weight, total = (value.new_empty(shape) for _ in range(3))
     return value.new_empty(*shape, slots), base, weight, total
 
@@ -147,5 +151,5 @@ def _(map_class, map_logit, map_lse, *numbers):
 
 
 @pool_targets.register_fake
-def _(slot, value, share, place, numbers, classes, slots, grid, *more):
-    return allocate_targets(value, slots, grid)
+def _(slot, value, share, place, numbers, classes, slots, grid_rows, grid_columns, *more):
+    return allocate_targets(value, slots, grid_rows * grid_columns)

@@ -138,9 +138,9 @@ def count_samples(column, cells, most):
 
 @triton.jit
 def pool_kernel(
-    slot, value, share, place, extra, base, weight, total, side, top_k, classes, slots, grid, most,
-    margin, edge, on, off, sums_to, TAIL: tl.constexpr, UNIFORM: tl.constexpr, WHOLE: tl.constexpr,
-    ROWS: tl.constexpr, SLOTS: tl.constexpr,
+    slot, value, share, place, extra, base, weight, total, side, top_k, classes, slots, grid_rows,
+    grid_columns, most, margin, edge, on, off, sums_to, TAIL: tl.constexpr, UNIFORM: tl.constexpr,
+    WHOLE: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Write the targets of ROWS tokens of an image.
 
@@ -152,8 +152,8 @@ def pool_kernel(
     share += image * side * side
     place += image * PLACE
     # As `sample_points` counts them.
-    count_x = count_samples(place + THROUGH, side / grid, most)
-    count_y = count_samples(place + THROUGH + 1, side / grid, most)
+    count_x = count_samples(place + THROUGH, side / grid_columns, most)
+    count_y = count_samples(place + THROUGH + 1, side / grid_rows, most)
     samples = (count_x * count_y).to(tl.int32)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     step = ROWS if WHOLE else 1
@@ -166,8 +166,8 @@ def pool_kernel(
         token = row * 0 if WHOLE else row
         # Exact: a token has fewer than 2^23 samples.
         line = tl.floor((sample.to(tl.float32) + 0.5) / count_x)
-        x = (token % grid + (sample - line * count_x + 0.5) / count_x) / grid
-        y = (token // grid + (line + 0.5) / count_y) / grid
+        x = (token % grid_columns + (sample - line * count_x + 0.5) / count_x) / grid_columns
+        y = (token // grid_columns + (line + 0.5) / count_y) / grid_rows
         image_x, image_y = to_axes(place, x, y)
         map_x, map_y = to_axes(place + THROUGH, x, y)
         inside = is_between(image_x, place + VISIBLE, edge)
@@ -193,11 +193,12 @@ def pool_kernel(
         pooled_share = tl.sum(pooled_share, 0, keep_dims=True)
         row = tl.program_id(1) + tl.arange(0, 1)
     # A token without a sample inside has a value and a weight of 0, not 0 / 0.
+    tokens = grid_rows * grid_columns
     known = hits / (count_x * count_y)
     divisor = tl.zeros_like(hits) + count_x * count_y if UNIFORM else tl.maximum(hits, 1.0)
     write_targets(
-        pooled / divisor[:, None], pooled_share / divisor, known, row < grid * grid,
-        image * grid * grid + row, column, tl.load(place + WEIGHT), extra, base, weight, total,
+        pooled / divisor[:, None], pooled_share / divisor, known, row < tokens,
+        image * tokens + row, column, tl.load(place + WEIGHT), extra, base, weight, total,
         classes, slots, on, off, sums_to, TAIL, UNIFORM,
     )  # fmt: skip
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from densefeed import native
 from densefeed.pipelines.batch import Batch, ScoreMapSpec, crop_batch
 from densefeed.pipelines.plan import EpochPlan, RankRows
+from densefeed.pipelines.shapes import Shape
 from densefeed.storage.score_maps import ScoreMaps
 from densefeed.system.errors import UserError, explain_os_error
 from densefeed.system.terminal import print
@@ -147,6 +148,13 @@ class Source(Protocol):
         Called only if `score_maps` is not None.
         """
 
+    def extents(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return heights and widths of all stored images, pixels, integers `[num_samples]`.
+
+        Called before the first batch, and only with `--aspects`, which is refused for sources
+        without this member. An image whose size cannot be read has any positive one.
+        """
+
     def close(self) -> None:
         """Close files and stop threads. Called once the loader's own threads have stopped."""
 
@@ -183,7 +191,7 @@ class Decoding:
     """The images of a batch while they are decoded."""
 
     job: native.Job  # its samples' status is the outcome of each; its parts are the score maps
-    image: Tensor | None  # uint8 [N, size, size, 3], valid after the wait
+    image: Tensor | None  # uint8 [N, H, W, 3], valid after the wait
 
 
 class _Begun(NamedTuple):
@@ -200,7 +208,7 @@ class ThreadedLoader:
 
     Args:
         source: the samples.
-        plan: order, crops and flips, and the side of the network's input in each epoch.
+        plan: order, crops and flips, and the shape of the network's input in each batch.
         threads: decoding threads.
         on_bad_sample: `raise` stops at a sample that cannot be read, with its id and path; `skip`
             gives it weight 0 and the pixels of another sample of its batch (never a black image),
@@ -233,7 +241,7 @@ class ThreadedLoader:
         self.skipped, self._device = 0, device
         # Samples whose score maps were read and hold no impossible values.
         self._checked = np.zeros(len(source.labels), bool)
-        self._size, self._memory = 0, Memory()
+        self._shapes, self._memory = [], Memory()
         self._pool = native.Pool(max(1, threads))
 
     def __len__(self) -> int:
@@ -249,17 +257,18 @@ class ThreadedLoader:
 
         Padding has weight 0. RuntimeError if the loader is closed meanwhile, or in a forked child.
         """
-        shard, size = self.plan.shard(epoch), self.plan.size(epoch)
+        shard, shapes = self.plan.shard(epoch), self.plan.shapes(epoch)
         rows = map(RankRows, *(part[start:] for part in shard))
         draws = self._draw(epoch, shard, start)
-        # Free blocks of another size would never be used again. Those of this size are kept: for
-        # 1,024 images an epoch, new pages cost 5 % of the images per second (2 threads, 224 px).
-        if size != self._size:
-            self._size, self._memory = size, Memory()
+        # Free blocks of other shapes would never be used again. Those of these are kept: for 1,024
+        # images an epoch, new pages cost 5 % of the images per second (2 threads, 224 px).
+        if shapes != self._shapes:
+            self._shapes, self._memory = shapes, Memory()
         # One more batch is fetched than decoded: the files of a folder are read while earlier ones
         # are decoded.
         fetching = self._fetch(zip(rows, self.plan.runs(epoch, start), strict=True))
         fetched, decoding, steps = deque(), deque(), count(start)
+        shape = (self.plan.shape(epoch, step) for step in count(start))
         try:
             # The rounds without a fetch empty both queues at the end of the epoch.
             for fetch in chain(fetching, [None] * (AHEAD + 1)):
@@ -267,7 +276,7 @@ class ThreadedLoader:
                     fetched.append(fetch)
                 if fetched and (len(fetched) > 1 or not fetch):
                     # Removed only afterwards, as below: `finally` cancels what Ctrl-C interrupts.
-                    decoding.append(self._submit(epoch, size, *fetched[0], next(draws)))
+                    decoding.append(self._submit(epoch, next(shape), *fetched[0], next(draws)))
                     fetched.popleft()
                 if decoding and (len(decoding) == AHEAD or not fetch):
                     self._wait(decoding[0].decoding)
@@ -285,13 +294,13 @@ class ThreadedLoader:
                 self._cancel(begun.decoding)
 
     def _begin(
-        self, encoded: Encoded, ids: np.ndarray, size: int, maps: MapRows | None
+        self, encoded: Encoded, ids: np.ndarray, shape: Shape, maps: MapRows | None
     ) -> Decoding:
         """Start to decode crops of the samples `ids` and to copy their `maps`, without waiting.
 
-        The crops have `size` pixels a side.
+        The crops become images of `shape`, height and width in pixels.
         """
-        image = self._memory.empty((len(ids), size, size, 3), torch.uint8)
+        image = self._memory.empty((len(ids), *shape, 3), torch.uint8)
         job = native.Job(encoded.samples, image.numpy(), maps and maps.parts, encoded.keep)
         self._pool.submit(job)
         return Decoding(job, image)
@@ -321,12 +330,14 @@ class ThreadedLoader:
             drawn = self.plan.crop_draws(epoch, ids, repeats)
             yield from np.split(drawn, range(size, len(ids), size), axis=1)
 
-    def _submit(self, epoch: int, size: int, fetch: Fetch, rows: RankRows, u: np.ndarray) -> _Begun:
+    def _submit(
+        self, epoch: int, shape: Shape, fetch: Fetch, rows: RankRows, u: np.ndarray
+    ) -> _Begun:
         """Plan a batch's crops and submit them for decoding; `u` is what `_draw` drew for it."""
         encoded, ids = fetch.wait(), rows.index
         samples = encoded.samples
         samples["box_tlhw"], samples["flip"] = self.plan.crops(
-            epoch, ids, samples["height"], samples["width"], rows.repeat, u
+            epoch, ids, samples["height"], samples["width"], rows.repeat, u, shape
         )
         maps = None
         if self.score_maps and self._maps:
@@ -335,7 +346,7 @@ class ThreadedLoader:
             if maps.parts.crc is None or not self._checked[ids].all():
                 parts = maps.parts._replace(limits=self.score_maps.limits)
                 maps = maps._replace(parts=parts)
-        return _Begun(self._begin(encoded, ids, size, maps), encoded, rows, maps)
+        return _Begun(self._begin(encoded, ids, shape, maps), encoded, rows, maps)
 
     def _finish(self, begun: _Begun) -> Batch:
         """Handle the bad samples of a decoded batch, and make tensors of it."""

@@ -5,6 +5,7 @@ plan draws the box; box and blend reach the device as tensors, five numbers, so 
 captured step serves every box.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -12,29 +13,30 @@ import torch
 from torch import Tensor
 
 from densefeed.pipelines.plan import EpochPlan
+from densefeed.pipelines.shapes import Grid, Shape, split_grid
 from densefeed.pipelines.targets import SparseTargets
 from densefeed.system.devices import send
 from densefeed.system.errors import UserError
 from densefeed.system.options import Fraction, NonNegative, Options
 
-# N images   T = P * P tokens   M palette   H = W side of the input in pixels
+# N images   T = R * C tokens   M palette   H, W pixels of the input
+# R x C, the grid of tokens: rows and columns, or the side of a square
 
 
 class Mix(NamedTuple):
     """The box and the blend of one step."""
 
-    # float32 [4], (top, left, bottom, right): the box that is exchanged; the image is `side` units
-    # wide and high
+    # float32 [4], (top, left, bottom, right): the box that is exchanged, in units of `grid`
     box_tlbr: Tensor
     # float32 [], the partner's share of every pixel (MixUp), blended before the exchange
     blend: Tensor
-    side: int  # pixels (CutMix, MixUp) or tokens (MixToken)
+    grid: Grid  # of the image: pixels (CutMix, MixUp) or tokens (MixToken)
 
     def to(self, device: torch.device) -> "Mix":
         """Copy to `device` without a host sync."""
         # One copy for both.
         numbers = send(torch.cat([self.box_tlbr, self.blend[None]]), device)
-        return Mix(numbers[:4], numbers[4], self.side)
+        return Mix(numbers[:4], numbers[4], self.grid)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +86,11 @@ class Mixing(NamedTuple):
     plan: EpochPlan
     options: MixOptions
 
-    def draw(self, epoch: int, step: int, size: int, grid: int) -> Mix:
+    def draw(self, epoch: int, step: int, size: int | Shape, grid: Grid) -> Mix:
         """Draw the mix of a step, on the CPU.
 
-        It is for images of `size` pixels a side, or a `grid` x `grid` table of tokens (MixToken).
+        It is for images of `size` pixels, a side or (height, width), or a `grid` of tokens
+        (MixToken).
         """
         plan, options, box, blend = self.plan, self.options, (0, 0, 0, 0), 0.0
         mixes, switch = plan.mix_switches(epoch, step)
@@ -109,24 +112,25 @@ def combine_shares(one: Tensor, other: Tensor) -> Tensor:
     return one + other - 2 * one * other
 
 
-def box_map(mix: Mix, grid: int) -> Tensor:
-    """Return the share of each cell that the box covers: float32 `[grid, grid]`.
+def box_map(mix: Mix, grid: Grid) -> Tensor:
+    """Return the share of each cell that the box covers: float32 `[R, C]`.
 
-    The cells are a `grid` x `grid` table over the image.
+    The cells are a table of `grid` over the image.
     """
-    edges = torch.arange(grid + 1, device=mix.box_tlbr.device) * (mix.side / grid)
     top, left, bottom, right = mix.box_tlbr.unbind()
 
-    def cover(low: Tensor, high: Tensor) -> Tensor:
-        # The box has whole units of `side`, so it may cover a part of a cell.
+    def cover(low: Tensor, high: Tensor, units: int, cells: int) -> Tensor:
+        edges = torch.arange(cells + 1, device=low.device) * (units / cells)
+        # The box has whole units of `mix.grid`, so it may cover a part of a cell.
         overlap = torch.minimum(edges[1:], high) - torch.maximum(edges[:-1], low)
-        return overlap.clamp(min=0) * (grid / mix.side)
+        return overlap.clamp(min=0) * (cells / units)
 
-    return cover(top, bottom)[:, None] * cover(left, right)
+    (height, width), (rows, columns) = split_grid(mix.grid), split_grid(grid)
+    return cover(top, bottom, height, rows)[:, None] * cover(left, right, width, columns)
 
 
-def share_map(mix: Mix, grid: int) -> Tensor:
-    """Return the partner's share of the pixels of a cell of `box_map`: float32 `[grid, grid]`."""
+def share_map(mix: Mix, grid: Grid) -> Tensor:
+    """Return the partner's share of the pixels of a cell of `box_map`: float32 `[R, C]`."""
     return combine_shares(box_map(mix, grid), mix.blend)
 
 
@@ -137,13 +141,14 @@ def label_share(mix: Mix) -> Tensor:
     already blended.
     """
     top, left, bottom, right = mix.box_tlbr.unbind()
-    return combine_shares((bottom - top) * (right - left) / mix.side**2, mix.blend)
+    area = math.prod(split_grid(mix.grid))
+    return combine_shares((bottom - top) * (right - left) / area, mix.blend)
 
 
 def mix_images(image_NCHW: Tensor, share: Tensor) -> Tensor:
     """Mix images with a `share` (`[H, W]` or a scalar) of their partners; keeps the memory format.
 
-    `share_map` at the input's side gives CutMix and MixUp. Where MixToken exchanges the box later,
+    `share_map` at the input's shape gives CutMix and MixUp. Where MixToken exchanges the box later,
     pass `Mix.blend` alone.
     """
     # torch.lerp refuses a weight of another dtype.

@@ -1,5 +1,6 @@
 """Open the loader of a dataset: the options of the data, and the loaders that `--loader` names."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,13 @@ from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import CPU, Source, ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
+from densefeed.pipelines.shapes import (
+    AspectBuckets,
+    Shape,
+    check_aspects,
+    describe_shape,
+    list_shapes,
+)
 from densefeed.storage.geometry import LEAST_CROP
 from densefeed.storage.images import MaxPixels, limit_pixels
 from densefeed.system.devices import THREADS, free_memory
@@ -48,6 +56,13 @@ class DataOptions(Options):
     size: Count = 224  # side of the network's input, pixels
     # sizes that grow in training: pairs FROM_EPOCH PIXELS, the first from epoch 0; empty: --size
     sizes: tuple[tuple[int, int], ...] = ()
+    # sides of which every training batch draws one, in place of --sizes, e.g. 160 192 224
+    multi_scale: tuple[int, ...] = ()
+    # width / height of aspect buckets, e.g. 0.75 1 1.333: a training batch holds images of one, its
+    # input has that aspect and about as many pixels as --size squared; crops are not squeezed
+    aspects: tuple[float, ...] = ()
+    # heights and widths of buckets are multiples of this, pixels: the model's patch size
+    side_multiple: Count = 16
     crop_scale: tuple[float, float] = (0.08, 1.0)  # area of a training crop, fraction of the image
     hflip: Fraction = 0.5  # probability of a left-right flip
     # side of the evaluation crop, fraction of the image's shorter side
@@ -61,6 +76,14 @@ class DataOptions(Options):
                 f"--crop-scale {low:g} {high:g}: give the smallest and the largest fraction of the "
                 "image, above 0 and up to 1"
             )
+        if self.sizes and self.multi_scale:
+            raise UserError(
+                "--sizes and --multi-scale both set the resolution; give one of the two"
+            )
+        check_aspects(self.aspects)
+
+    def unused(self) -> dict[str, str]:
+        return {} if self.aspects else {"side_multiple": "--aspects"}
 
     @property
     def all_sizes(self) -> tuple[tuple[int, int], ...]:
@@ -69,8 +92,30 @@ class DataOptions(Options):
 
     @property
     def sides(self) -> tuple[int, ...]:
-        """All sides of the network's input in training, pixels, ascending."""
-        return tuple(sorted({side for _, side in self.all_sizes}))
+        """All sides of the network's input in training, pixels, ascending.
+
+        An aspect bucket has about as many pixels as the square of a side.
+        """
+        return tuple(sorted(set(self.multi_scale) or {side for _, side in self.all_sizes}))
+
+    @property
+    def varies(self) -> bool:
+        """Whether inputs may have another shape than the square of `size`."""
+        return bool(self.sizes or self.multi_scale or self.aspects)
+
+    @property
+    def size_option(self) -> str:
+        """The option that sets the shapes of inputs, as a remedy in messages."""
+        if self.aspects:
+            return "other --aspects, another --side-multiple"
+        if self.multi_scale:
+            return "other --multi-scale"
+        return "other --sizes" if self.sizes else "another --size"
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """All heights and widths of the network's input in training, pixels."""
+        return list_shapes(self.sides, self.aspects, self.side_multiple)
 
 
 def open_folder(path: Path, mode: Mode, maps: Path | None, threads: int) -> FolderSource:
@@ -164,6 +209,8 @@ def open_dataset(
         ranks=ranks,
         parts=parts,
         sizes=data.all_sizes if training else ((0, data.size),),
+        multi_scale=data.multi_scale if training else (),
+        buckets=make_buckets(data, source) if training and data.aspects else None,
         crop_scale=data.crop_scale,
         hflip=data.hflip,
         crop_pct=data.crop_pct,
@@ -174,15 +221,26 @@ def open_dataset(
     return make(source, plan, data.threads, data.on_bad_sample, streamed, device)
 
 
+def make_buckets(data: DataOptions, source: Source) -> AspectBuckets:
+    """Assign the images of a source to `--aspects`. UserError if it cannot tell their sizes."""
+    if not hasattr(source, "extents"):
+        raise UserError(
+            f"--loader {data.loader} does not know the sizes of stored images; remove --aspects"
+        )
+    return AspectBuckets(data.aspects, data.side_multiple, *source.extents())
+
+
 def check_memory(plan: EpochPlan) -> None:
     """Raise UserError if the images of one forward pass are more bytes than memory is free.
 
     Linux grants such memory and kills the process when it is used.
     """
-    count, side = plan.batch // (plan.parts or plan.ranks), max(side for _, side in plan.sizes)
-    needed, free = 3 * count * side**2, free_memory(CPU)
+    count = plan.batch // (plan.parts or plan.ranks)
+    largest = max(plan.shapes(), key=math.prod)
+    needed, free = 3 * count * math.prod(largest), free_memory(CPU)
     if needed > free:
         raise UserError(
-            f"--batch {plan.batch:,} with images of {side:,} px takes {needed / 1e9:,.1f} GB for "
-            f"the pixels alone, and {free / 1e9:,.1f} GB are free; give a smaller --batch or --size"
+            f"--batch {plan.batch:,} with images of {describe_shape(largest)} takes "
+            f"{needed / 1e9:,.1f} GB for the pixels alone, and {free / 1e9:,.1f} GB are free; give "
+            "a smaller --batch or --size"
         )

@@ -8,17 +8,27 @@ the seed, the counter (epoch, sample id or step, stream | repeat << 16, block).
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from densefeed.pipelines.philox import philox
+from densefeed.pipelines.shapes import (
+    AspectBuckets,
+    BucketOrder,
+    Grid,
+    Shape,
+    list_shapes,
+    split_grid,
+)
 from densefeed.storage.geometry import center_box
 from densefeed.system.errors import UserError
 from densefeed.system.options import check_type, hints, to_plain
 
 # Streams. A new kind of draw takes a new number, so that old runs stay reproducible.
 ORDER, CROP, MIX, STEP, BLOCKS, AUGMENT, JITTER, ERASE, NOISE, SHIFT, PAIRS, OPERATION = range(12)
+SCALE, BATCHES, CUT = range(12, 15)
 # Attempts at a crop, as in torchvision's RandomResizedCrop. A crop reads numbers 0 to 9 for its
 # areas, 10 to 19 for its ratios, 20 to 22 for top, left and flip.
 TRIES = 10
@@ -76,6 +86,10 @@ class EpochPlan:
             not depend on parts and ranks.
         sizes: progressive resolution, (from epoch, side of the network's input in pixels) ascending
             from epoch 0.
+        multi_scale: in place of `sizes`, the sides of which every batch draws one, all equally
+            likely.
+        buckets: in training, batches of images of one aspect, whose crops have the aspect of their
+            input; see `AspectBuckets.order`. Not with order `blocks`.
 
     Raises UserError where these are inconsistent.
     """
@@ -92,6 +106,8 @@ class EpochPlan:
     ranks: int = 1
     parts: int = 0
     sizes: tuple[tuple[int, int], ...] = ((0, 224),)
+    multi_scale: tuple[int, ...] = ()
+    buckets: AspectBuckets | None = None
     crop_scale: tuple[float, float] = (0.08, 1.0)
     hflip: float = 0.5
     crop_pct: float = 1.0
@@ -131,6 +147,13 @@ class EpochPlan:
                 f"sizes {self.sizes} must be pairs (epoch, pixels) whose epochs ascend from 0 "
                 "and whose pixels are positive"
             )
+        if self.buckets and (self.order != "random" or self.mode == "evaluate"):
+            raise UserError(
+                "--aspects reorders the training set, so it cannot keep an order of storage; give "
+                "--order random, or remove --aspects"
+            )
+        # Refuses sides that are not positive and aspects with equal shapes.
+        self.shapes()
 
     @property
     def batches(self) -> int:
@@ -169,14 +192,33 @@ class EpochPlan:
     def _repeats(self) -> int:
         return self.repeats if self.mode == "train" else 1
 
-    def size(self, epoch: int) -> int:
-        """Return the side of the network's input in this epoch, pixels."""
-        return [pixels for start, pixels in self.sizes if start <= epoch][-1]
+    def _sides(self, epoch: int) -> tuple[int, ...]:
+        """Return the sides that a batch of this epoch may have, pixels."""
+        return self.multi_scale or ([pixels for start, pixels in self.sizes if start <= epoch][-1],)
+
+    def shape(self, epoch: int, step: int) -> Shape:
+        """Return the height and width of the network's input in a batch of an epoch, pixels."""
+        sides = self._sides(epoch)
+        drawn = self.draws(epoch, step, SCALE, (0,)).item() if len(sides) > 1 else 0
+        side = sides[int(drawn * len(sides))]
+        if self.buckets is None:
+            return side, side
+        return self.buckets.shape(side, int(bucket_order(self, epoch).bucket[step]))
+
+    def shapes(self, epoch: int | None = None) -> list[Shape]:
+        """Return the shapes that batches of an epoch may have, or of the whole run."""
+        every = self.multi_scale or sorted({pixels for _, pixels in self.sizes})
+        sides = every if epoch is None else self._sides(epoch)
+        if self.buckets is None:
+            return list_shapes(sides)
+        return list_shapes(sides, self.buckets.aspects, self.buckets.multiple)
 
     def permutation(self, epoch: int) -> np.ndarray:
         """Return the sample ids in the order of the epoch, each once: int64 `[num_samples]`."""
         if self.mode == "evaluate":
             return np.arange(self.num_samples)
+        if self.buckets:
+            return bucket_order(self, epoch).index
         ids = self._shuffle(epoch, self.num_samples, ORDER)
         if self.order == "random":
             return ids
@@ -272,12 +314,13 @@ class EpochPlan:
         width_N: np.ndarray,
         repeat_N: np.ndarray | int = 0,
         u: np.ndarray | None = None,
+        shape: Shape = (1, 1),
     ) -> tuple[np.ndarray, np.ndarray]:
         """Draw the crops of stored images: boxes, float64 `[N, 4]`, and flips, bool `[N]`.
 
         Boxes are (top, left, height, width) in pixels. `repeat_N` distinguishes the repeats of a
         sample. Heights and widths may be of any integer type. `u` is `crop_draws` of the samples,
-        if the caller has it.
+        if the caller has it. `shape` is that of the batch: with `buckets` crops have its aspect.
         """
         # A product of uint16 would wrap.
         height_N, width_N = np.asarray(height_N, np.int64), np.asarray(width_N, np.int64)
@@ -287,7 +330,8 @@ class EpochPlan:
         down, right, mirror = u[2 * TRIES :]
         least, most = self.crop_scale
         area = height_N * width_N * (least + (most - least) * u[:TRIES])
-        low, high = np.log(CROP_RATIO)
+        ratios = (shape[1] / shape[0],) * 2 if self.buckets else CROP_RATIO
+        low, high = np.log(ratios)
         ratio = np.exp(low + (high - low) * u[TRIES : 2 * TRIES])
         # rint rounds halves to even, as Python's round does in torchvision.
         w, h = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
@@ -295,7 +339,7 @@ class EpochPlan:
         first = fits.argmax(0), np.arange(len(height_N))
         h, w, found = h[first], w[first], fits[first]
         # The fallback keeps an allowed ratio: a wide image loses width, a tall one height.
-        low, high = CROP_RATIO
+        low, high = ratios
         w = np.where(found, w, np.minimum(width_N, np.rint(height_N * high)))
         h = np.where(found, h, np.minimum(height_N, np.rint(width_N / low)))
         # `down` and `right` are below 1, so no box passes the last row or column.
@@ -304,20 +348,24 @@ class EpochPlan:
         return np.stack([top, left, h, w], axis=1), mirror < self.hflip
 
     def mix_box(
-        self, epoch: int, step: int, side: int, kept: float | None = None
+        self, epoch: int, step: int, grid: Grid, kept: float | None = None
     ) -> tuple[int, int, int, int]:
         """Draw the box that a step exchanges: (top, left, bottom, right).
 
-        It is in pixels or tokens of a `side` x `side` image. CutMix's rule: the center is uniform,
-        the box covers the share of the area that is not `kept` (default: uniform, as in MixToken),
-        halves are rounded down, and the box is clipped.
+        It is in pixels or tokens of an image of `grid`: (rows, columns), or the side of a square.
+        CutMix's rule: the center is uniform, the box has the image's aspect and covers the share of
+        the area that is not `kept` (default: uniform, as in MixToken), halves are rounded down, and
+        the box is clipped.
         """
         share, row, column = self.draws(epoch, step, MIX, range(3))[:, 0]
-        # Both roundings are the published code's: a box of side 1 is empty.
-        half = int(side * np.sqrt(1 - (share if kept is None else kept))) // 2
-        row, column = int(row * side), int(column * side)
-        top, left = max(row - half, 0), max(column - half, 0)
-        return top, left, min(row + half, side), min(column + half, side)
+        root = np.sqrt(1 - (share if kept is None else kept))
+        ends = []
+        for extent, center in zip(split_grid(grid), (row, column), strict=True):
+            # Both roundings are the published code's: a box of side 1 is empty.
+            middle, half = int(center * extent), int(extent * root) // 2
+            ends.append((max(middle - half, 0), min(middle + half, extent)))
+        (top, bottom), (left, right) = ends
+        return top, left, bottom, right
 
     def mix_switches(self, epoch: int, step: int) -> tuple[float, float]:
         """Draw a step's two uniform numbers in [0, 1): whether it is mixed, and by which method."""
@@ -343,3 +391,17 @@ class EpochPlan:
         first = self.rank * self._parts // self.ranks
         high, low, _, _ = philox(self.seed, (epoch, step, STEP | (first + part) << 16, 0))
         return int(high) << 32 | int(low)
+
+
+# A loader may begin an epoch while the step that ends the one before is computed.
+@lru_cache(maxsize=2)
+def bucket_order(plan: EpochPlan, epoch: int) -> BucketOrder:
+    """Return the order of an epoch of a plan with buckets, which its batches and shapes share."""
+    ids = plan._shuffle(epoch, plan.num_samples, ORDER)
+    shuffled = plan._shuffle(epoch, plan.batches - 1, BATCHES)
+    # Repeats of a sample share a batch.
+    samples, cut = plan.batch // plan.repeats, plan.draws(epoch, 0, CUT, (0,)).item()
+    order = plan.buckets.order(ids, samples, cut, shuffled)
+    for array in order:
+        array.flags.writeable = False
+    return order

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from densefeed.pipelines.batch import Batch, ScoreMapSpec
 from densefeed.pipelines.fused_targets import SlotMaps, can_run, pool_targets, spread_maps
+from densefeed.pipelines.shapes import Grid, split_grid
 from densefeed.storage.geometry import (
     are_windows,
     labeling_cells,
@@ -27,7 +28,7 @@ from densefeed.storage.geometry import (
 from densefeed.system.errors import UserError
 from densefeed.system.options import Bounds, Options
 
-# N images   S map side   k classes per cell   M palette   P grid side   T = P * P tokens
+# N images   S map side   k classes per cell   M palette   R x C or P x P tokens   T = R * C
 # G samples per token and axis
 
 GroundTruth = Literal["published", "intended"]
@@ -156,30 +157,50 @@ def axis_weights(at: Places, side: int, grid: int, most: int) -> tuple[Tensor, T
     return (hat * inside[..., None]).sum(3) / hits.clamp(min=1)[..., None], hits / count[..., None]
 
 
-def table_points(at: Places, side: int, grid: int, most: int) -> tuple[Tensor, Tensor, Tensor]:
+def grid_weights(
+    at: Places, side: int, grid: tuple[int, int], most: int
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return what `axis_weights` does for the columns of a grid, and for its rows."""
+    rows, columns = grid
+    down = axis_weights(at, side, rows, most)
+    across = down if rows == columns else axis_weights(at, side, columns, most)
+    return tuple(part[:, 0] for part in across), tuple(part[:, 1] for part in down)
+
+
+def table_points(
+    at: Places, side: int, grid: tuple[int, int], most: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return how to sample any View: points, their shares in tokens and shares of samples inside.
 
-    The points of the map are `[N, P * G, P * G, 2]`, -1 to 1 as in grid_sample. Their share in the
-    mean of their token is `[N, 1, P * G, P * G]`, 0 outside. The share of samples inside is
-    `[N, P, P]`.
+    The points of the map are `[N, R * G, C * G, 2]`, -1 to 1 as in grid_sample. Their share in the
+    mean of their token is `[N, 1, R * G, C * G]`, 0 outside. The share of samples inside is
+    `[N, R, C]`.
     """
+    rows, columns = grid
     # Length of the input's axis on the map, however the View rotates it.
-    points, used, count = sample_points(at.through[:, :, :2].norm(dim=1) * side, grid, most)
-    x, y = points.flatten(2)[:, :, None, None].unbind(1)
-    y = y.mT
+    extent = at.through[:, :, :2].norm(dim=1) * side
+    down = sample_points(extent, rows, most)
+    across = down if rows == columns else sample_points(extent, columns, most)
+    (x, used_x, count_x), (y, used_y, count_y) = (
+        [part[:, axis] for part in parts] for axis, parts in enumerate((across, down))
+    )
+    x, y = x.flatten(1)[:, None, None], y.flatten(1)[:, None, :, None]
     through, image = (
         a * x + b * y + c
         for a, b, c in (matrix[..., None, None].unbind(2) for matrix in (at.through, at.view))
     )
-    used_x, used_y = used.repeat(1, 1, 1, grid).unbind(1)
+    # N 1 G, of a token: for all columns, and for all rows.
+    used_x, used_y = used_x.repeat(1, 1, columns), used_y.repeat(1, 1, rows)
     inside = is_inside(at, image, through).all(1) & used_x & used_y.mT
     first, last = ((at.cells[..., None, None] + 0.5) / side).unbind(2)
     # grid_sample repeats the map's edge; before padding, the image's last cell must repeat.
     through = through.clamp(first, last)
-    inside = inside.to(x.dtype).unflatten(2, (grid, most)).unflatten(1, (grid, most))  # N P G P G
+    # N R G C G
+    inside = inside.to(x.dtype).unflatten(2, (columns, most)).unflatten(1, (rows, most))
     hits = inside.sum((2, 4))
     share = (inside / hits.clamp(min=1)[:, :, None, :, None]).flatten(3, 4).flatten(1, 2)[:, None]
-    return through.permute(0, 2, 3, 1) * 2 - 1, share, hits / count.prod(1)[:, None, None]
+    count = (count_x * count_y)[:, None, None]
+    return through.permute(0, 2, 3, 1) * 2 - 1, share, hits / count
 
 
 def may_round(tensor: Tensor) -> bool:
@@ -199,32 +220,31 @@ def exact_matmul(a: Tensor, b: Tensor) -> Tensor:
         return a @ b
 
 
-def most_samples(batch: Batch, spec: ScoreMapSpec, grid: int, rules: TargetRules) -> int:
-    """Return the most samples that a token of a crop has along an axis."""
+def most_samples(batch: Batch, spec: ScoreMapSpec, grid: Grid, rules: TargetRules) -> int:
+    """Return the most samples that a token of a crop has along either axis."""
     # Published boxes lie within the image, which the published code takes for the map.
     reach = spec.min_window_side if rules.geometry == "aligned" else 1.0
-    return samples_per_bin(spec.side, grid, reach, not batch.axis_aligned)
+    return samples_per_bin(spec.side, min(split_grid(grid)), reach, not batch.axis_aligned)
 
 
 def sampler(
-    batch: Batch, spec: ScoreMapSpec, grid: int, rules: TargetRules
+    batch: Batch, spec: ScoreMapSpec, grid: Grid, rules: TargetRules
 ) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-    """Build the pooling of a batch's maps to a `grid` x `grid` table of tokens.
+    """Build the pooling of a batch's maps to a table of tokens.
 
     Returns a function that pools maps `[N, S, S, M]` to tokens `[N, T, M]`, means over the samples
     inside, and the share of samples inside `[N, T]`. `batch.axis_aligned` selects the method.
     """
-    most = most_samples(batch, spec, grid, rules)
+    grid, most = split_grid(grid), most_samples(batch, spec, grid, rules)
     at = places(batch, spec.side, rules)
     if batch.axis_aligned:
-        weights, inside = axis_weights(at, spec.side, grid, most)
-        columns, rows = weights.unbind(1)
+        (columns, inside_x), (rows, inside_y) = grid_weights(at, spec.side, grid, most)
 
         def pool_axes(map_NSSM: Tensor) -> Tensor:
-            strips_NPSM = exact_matmul(rows, map_NSSM.flatten(2)).unflatten(2, map_NSSM.shape[2:])
-            return exact_matmul(columns[:, None], strips_NPSM).flatten(1, 2)
+            strips_NRSM = exact_matmul(rows, map_NSSM.flatten(2)).unflatten(2, map_NSSM.shape[2:])
+            return exact_matmul(columns[:, None], strips_NRSM).flatten(1, 2)
 
-        return pool_axes, (inside[:, 1, :, None] * inside[:, 0, None]).flatten(1)
+        return pool_axes, (inside_y[:, :, None] * inside_x[:, None]).flatten(1)
     points, share, inside = table_points(at, spec.side, grid, most)
 
     def pool_points(map_NSSM: Tensor) -> Tensor:
@@ -324,14 +344,14 @@ def place_table(batch: Batch, side: int, rules: TargetRules) -> Tensor:
 def sparse_targets(
     batch: Batch,
     spec: ScoreMapSpec,
-    grid: int,
+    grid: Grid,
     rules: TargetRules = PLAIN,
     maps: PaletteMaps | SlotMaps | None = None,
 ) -> SparseTargets:
-    """Make the targets of a `grid` x `grid` table of tokens, row-major.
+    """Make the targets of a table of tokens, row-major.
 
-    `grid=1` gives the class token's target. A sample of the map counts if it lies in the crop
-    (`batch.shown`) and in the Window.
+    `grid` is the side of a square or (rows, columns). `grid=1` gives the class token's target. A
+    sample of the map counts if it lies in the crop (`batch.shown`) and in the Window.
 
     `spec.absent` defines the classes outside a cell's top k. `zero-logit`: they have logit 0;
     logits are averaged over the samples, then softmax (published packs and code of TokenLabeling).
@@ -351,7 +371,7 @@ def sparse_targets(
         # on + K off is larger than 1 by smoothing / K, as published.
         numbers = [map_margin(spec.side, rules), EDGE, on, off, on + rules.smoothing]
         most, uniform = most_samples(batch, spec, grid, rules), rules.outside == "uniform"
-        sizes = spec.num_classes, spec.max_palette, grid, most, uniform
+        sizes = spec.num_classes, spec.max_palette, *split_grid(grid), most, uniform
         extra, base, weight, total = pool_targets(*maps[1:], numbers, *sizes)
         return SparseTargets(maps.palette, extra, base, weight, total)
     pool_map, inside = sampler(batch, spec, grid, rules)

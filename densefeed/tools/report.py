@@ -7,6 +7,7 @@ the student saw them, with the label of every token drawn on them. `--boxes`, a 
 tools/make_digit_scenes.py writes, adds the true objects and measures how many labels are correct.
 """
 
+import math
 import os
 import statistics
 import sys
@@ -30,6 +31,7 @@ from densefeed.pipelines.augment.augmentation import Augmentation, augment_batch
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
+from densefeed.pipelines.shapes import describe_shape
 from densefeed.pipelines.targets import PLAIN, TargetRules, sparse_targets
 from densefeed.storage.images import Images
 from densefeed.system.errors import UserError, make_command
@@ -201,7 +203,8 @@ def build_augmentation(run: RunRecord, loader: ThreadedLoader) -> tuple[int, Aug
     # Only the model's sizes and pretrained_cfg are read, so it needs no weights.
     with torch.device("meta"):
         model, _ = build_model(config, build_objective(config.setting), loader.num_classes)
-    grid = loader.plan.size(0) // model.patch_size if isinstance(model, TokenTransformer) else 16
+    side, _ = loader.plan.shape(0, 0)
+    grid = side // model.patch_size if isinstance(model, TokenTransformer) else 16
     mean, std = (model.pretrained_cfg[name] for name in ("mean", "std"))
     return grid, Augmentation(loader.plan, config.augment, mean, std)
 
@@ -414,13 +417,14 @@ def describe_excess(plan: EpochPlan) -> str:
 
     A config from anywhere may state any batch and size.
     """
-    num_bytes = 3 * plan.batch * plan.size(0) ** 2
+    shape = plan.shape(0, 0)
+    num_bytes = 3 * plan.batch * math.prod(shape)
     few = plan.batch > plan.num_samples
     if num_bytes <= (MOST_BYTES // 4 if few else MOST_BYTES):
         return ""
     return (
-        f"batches of {plan.batch:,} images of {plan.size(0):,} px ({num_bytes / 1e9:,.1f} GB) for "
-        f"{plan.num_samples:,} training images"
+        f"batches of {plan.batch:,} images of {describe_shape(shape)} ({num_bytes / 1e9:,.1f} GB) "
+        f"for {plan.num_samples:,} training images"
     )
 
 
@@ -430,8 +434,9 @@ def replay(runs: list[RunRecord], boxes: Path | None) -> dict:
     run = choose_run(runs)
     if run is None:
         return page
-    # Only maps that batches carry can be drawn.
-    config = with_options(run.config, maps_on_device=False)
+    # Only maps that batches carry can be drawn, and only square crops: of a run with aspect buckets
+    # or several scales those of --size.
+    config = with_options(run.config, maps_on_device=False, aspects=(), multi_scale=())
     try:
         loader = open_loader(config, build_objective(config.setting), "train")
     # The table and the curves are of use without the training set, which may be on another machine.

@@ -268,8 +268,8 @@ def measure_sync(
     def forward(image_NCHW: Tensor) -> None:
         list(predict(model, [(image_NCHW, None, None)], columns, dtype))
 
-    size, rows = loader.plan.size(0), loader.plan.batch
-    blank = torch.zeros((rows, 3, size, size), device=device).to(memory_format=torch.channels_last)
+    shape, rows = loader.plan.shape(0, 0), loader.plan.batch
+    blank = torch.zeros((rows, 3, *shape), device=device).to(memory_format=torch.channels_last)
     # The first pass is not timed: a device selects its kernels in it.
     forward(blank)
     synchronize(device)

@@ -7,6 +7,7 @@ from densefeed.models import checkpoints
 from densefeed.models.model_spec import CANNOT_BUILD, find_forbidden, is_registered
 from densefeed.models.token_transformer import TokenTransformer, has_tokens
 from densefeed.objectives.base import Objective
+from densefeed.pipelines.shapes import Shape, describe_shape
 from densefeed.system.errors import UserError, first_line, is_out_of_memory
 from densefeed.training.compile import get_networks
 from densefeed.training.config import Config
@@ -68,7 +69,9 @@ def build_model(
     kwargs = model_arguments(config, objective, num_classes)
     # CNNs take any size; transformers are built for one, and some take others if built for it.
     sized = kwargs | {"img_size": data.size}
-    ways = [sized | {"dynamic_img_size": True}, sized, kwargs] if data.sizes else [sized, kwargs]
+    ways = [sized, kwargs]
+    if data.varies:
+        ways.insert(0, sized | {"dynamic_img_size": True})
     for way in ways:
         try:
             spec = checkpoints.ModelSpec(name, way)
@@ -87,54 +90,60 @@ def build_model(
 
 def check_model_sizes(config: Config, objective: Objective, model: nn.Module) -> None:
     """Raise UserError for a size of the input that the model cannot train at."""
-    name, sizes = config.model.name, config.data.sizes
+    name, data = config.model.name, config.data
     ours = isinstance(model, TokenTransformer)
     # A transformer of this package is never built for a size that it cannot take. Some of timm's
     # are, and others take no second size. Twins on the meta device were checked as real models.
-    tried = (bool(sizes) or not ours) and not next(model.parameters()).is_meta
-    for side in config.data.sides if tried else ():
+    tried = (data.varies or not ours) and not next(model.parameters()).is_meta
+    for shape in data.shapes if tried else ():
+        height, width = shape
+        # A table of positions of fixed length fits another grid of as many tokens, at wrong places.
+        # One column more shows it.
+        coincides = height != width and height * width == data.size**2
+        widths = (width, width + data.side_multiple) if coincides else (width,)
         try:
             with torch.inference_mode():
-                model.eval()(torch.zeros(1, 3, side, side))
+                for each in widths:
+                    model.eval()(torch.zeros(1, 3, height, each))
         except CANNOT_BUILD as error:
             if is_out_of_memory(error):
                 raise
-            option = "other --sizes" if sizes else "another --size"
             raise UserError(
-                f"{name} cannot train at {side} px ({first_line(error)}); choose {option} or "
-                "another model"
+                f"{name} cannot train at {describe_shape(shape)} ({first_line(error)}); choose "
+                f"{data.size_option} or another model"
             ) from error
     if ours and (objective.needs_tokens or config.mix.mixtoken):
-        for side in config.data.sides:
-            if side % model.patch_size:
+        for shape in data.shapes:
+            if any(extent % model.patch_size for extent in shape):
+                option = " as --side-multiple" if data.aspects else ""
                 raise UserError(
-                    f"{name} would see partial patches at {side} px, which have no labels; choose "
-                    f"a multiple of {model.patch_size} px"
+                    f"{name} would see partial patches at {describe_shape(shape)}, which have no "
+                    f"labels; choose a multiple of {model.patch_size} px{option}"
                 )
 
 
-def flops_per_size(config: Config, objective: Objective, num_classes: int) -> dict[int, float]:
-    """Return the operations of one training image for each side of the network's input."""
+def flops_per_shape(config: Config, objective: Objective, num_classes: int) -> dict[Shape, float]:
+    """Return the operations of one training image for each shape of the network's input."""
     with torch.device("meta"):
         twin, _ = build_model(config, objective, num_classes)
         # `place` does nothing here, so that an agent stays on the meta device too.
         networks = get_networks(objective.wrap(twin, num_classes, lambda network: network))
     return {
-        side: sum(training_flops(network, side) for network in networks)
-        for side in config.data.sides
+        shape: sum(training_flops(network, shape) for network in networks)
+        for shape in config.data.shapes
     }
 
 
 def flops_shares(
     config: Config, objective: Objective, num_classes: int, ranks: Ranks, dtype: torch.dtype | None
-) -> dict[int, float]:
+) -> dict[Shape, float]:
     """Return the operations of a training image over those that all devices do in a second.
 
-    For each side of the network's input; times the images per second this is the MFU. Empty on a
+    For each shape of the network's input; times the images per second this is the MFU. Empty on a
     CPU, which has no peak rate. `dtype` is that of autocast.
     """
     peak = peak_flops(ranks.device, dtype or torch.float32)
     if peak is None:
         return {}
-    flops = flops_per_size(config, objective, num_classes)
-    return {side: count / (peak * ranks.size) for side, count in flops.items()}
+    flops = flops_per_shape(config, objective, num_classes)
+    return {shape: count / (peak * ranks.size) for shape, count in flops.items()}

@@ -139,8 +139,8 @@ class Config:
     @property
     def setting(self) -> Setting:
         """What the objective depends on."""
-        sides, epochs = self.data.sides, self.optim.total_epochs
-        return Setting(self.objective, self.labels, self.mix, sides, epochs, self.model.name)
+        shapes, epochs = self.data.shapes, self.optim.total_epochs
+        return Setting(self.objective, self.labels, self.mix, shapes, epochs, self.model.name)
 
     def to_dict(self) -> dict[str, dict]:
         """Return the config as JSON can hold it."""

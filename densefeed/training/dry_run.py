@@ -1,9 +1,11 @@
 """`--dry-run`: loss and gradient of the first images, and the memory of a whole step."""
 
+import math
 from contextlib import closing
 from dataclasses import replace
 
 from densefeed.pipelines.resident import map_bytes
+from densefeed.pipelines.shapes import bucket_shape
 from densefeed.system.devices import free_memory
 from densefeed.system.errors import UserError
 from densefeed.system.options import with_options
@@ -45,15 +47,19 @@ def first_loss(run: Run, images: int) -> tuple[float, float]:
 
     Returns the loss and the bytes of activations per image.
     """
-    config = run.config
+    config, data = run.config, run.config.data
     # The largest inputs of the run take the most memory.
+    side = data.sides[-1]
+    areas = {a: math.prod(bucket_shape(side, a, data.side_multiple)) for a in data.aspects}
     few = with_options(
         config,
         batch=images,
         microbatch=images,
         threads=1,
-        size=config.data.sides[-1],
+        size=side,
         sizes=(),
+        multi_scale=(),
+        aspects=(max(areas, key=areas.get),) if areas else (),
         maps_on_device=False,
         compile="never",
     )

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from densefeed.pipelines.batch import Batch
+from densefeed.pipelines.plan import EpochPlan
+from densefeed.pipelines.shapes import Shape, split_grid
 from densefeed.system.devices import synchronize
 
 # Dense peak in 16 bits, operations per second, from the vendors' data sheets. For other devices the
@@ -30,17 +32,28 @@ PEAKS = {
 SECONDS = 0.3  # duration of that measurement
 
 
-def training_flops(model: nn.Module, size: int) -> float:
-    """Count the floating-point operations of one image of `size` pixels, forward and backward.
+def training_flops(model: nn.Module, size: int | Shape) -> float:
+    """Count the floating-point operations of one image, forward and backward.
 
-    `model` is on the meta device. A multiply-add counts as two operations. The backward pass counts
-    as two forward passes: each product has two of the same size in it.
+    `size` is its side, or height and width, pixels. `model` is on the meta device. A multiply-add
+    counts as two operations. The backward pass counts as two forward passes: each product has two
+    of the same size in it.
     """
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         # With gradients enabled the counter hooks autograd functions, which fails for CaiT, whose
         # class token has none. BatchNorm needs two images.
-        model.train().requires_grad_(False)(torch.empty(2, 3, size, size, device="meta"))
+        model.train().requires_grad_(False)(torch.empty(2, 3, *split_grid(size), device="meta"))
     return 3 * counter.get_total_flops() / 2
+
+
+def mean_flops_share(
+    shares: dict[Shape, float], plan: EpochPlan, step: int, steps: int
+) -> float | None:
+    """Average the `flops_shares` of the last `steps` steps before `step`; None without shares."""
+    if not shares:
+        return None
+    shapes = (plan.shape(*divmod(n, plan.batches)) for n in range(step - steps, step))
+    return sum(shares[shape] for shape in shapes) / steps
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

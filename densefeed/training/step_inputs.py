@@ -12,6 +12,7 @@ from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.mixing import Mixing
 from densefeed.pipelines.resident import ResidentMaps
+from densefeed.pipelines.shapes import token_grid
 from densefeed.pipelines.targets import check_batch
 from densefeed.training.compile import compile_step, get_networks
 from densefeed.training.config import Config
@@ -90,11 +91,11 @@ class StepInputs:
 
         Losses are weighted so that their mean is the loss of the batch.
         """
-        plan, device, size = self.loader.plan, self.ranks.device, self.loader.plan.size(epoch)
+        plan, device, shape = self.loader.plan, self.ranks.device, self.loader.plan.shape(epoch, at)
         weights = plan.part_weights(at)
         # A network without tokens has a grid too: the regions that a mixed image shows.
-        grid = max(1, size // self.patch)
-        mix = self.mixing.draw(epoch, at, size, grid).to(device) if self.config.mix else None
+        grid = token_grid(shape, self.patch)
+        mix = self.mixing.draw(epoch, at, shape, grid).to(device) if self.config.mix else None
 
         def compute(part: Batch, context: StepContext, weight: float) -> Tensor:
             loss = self.step_loss(self.objective, network, part, context, self.dtype)

@@ -74,6 +74,44 @@ def test_shares_of_cells_equal_mixed_pictures(box, grid, blend):
     np.testing.assert_allclose(label_share(mix), black.mean(), atol=1e-6)
 
 
+@given(boxes, st.sampled_from([(1, 1), (3, 8), (32, 4), (16, 24)]), st.floats(0, 1))
+@settings(max_examples=60)
+def test_shares_of_an_oblong_image_equal_mixed_pictures(box, grid, blend):
+    """As above: the image has 32 x 48 units, of 3 pixels a side, and cells of other proportions."""
+    top, left, bottom, right = box[0], box[1] * 3 // 2, box[2], box[3] * 3 // 2
+    picture, covered = np.full((96, 144), blend), np.zeros((96, 144))
+    inside = np.s_[3 * top : 3 * bottom, 3 * left : 3 * right]
+    picture[inside], covered[inside] = 1 - blend, 1
+
+    def cells(picture):
+        rows, columns = grid
+        fine = np.kron(picture, np.ones((rows, columns)))
+        return fine.reshape(rows, 96, columns, 144).mean((1, 3))
+
+    mix = mix_of(top, left, bottom, right, blend, (32, 48))
+    np.testing.assert_allclose(box_map(mix, grid), cells(covered), atol=1e-6)
+    np.testing.assert_allclose(share_map(mix, grid), cells(picture), atol=1e-6)
+    np.testing.assert_allclose(label_share(mix), picture.mean(), atol=1e-6)
+
+
+def test_mixtoken_exchanges_whole_tokens_of_an_oblong_grid():
+    """The box is any in the grid, clipped; the label has the share of the exchanged tokens."""
+    mixing, ends = Mixing(PLAN, MixOptions(mixtoken=True)), []
+    for step in range(200):
+        mix = mixing.draw(0, step, (36, 16), (9, 4))
+        top, left, bottom, right = ends_of = tuple(mix.box_tlbr.int().tolist())
+        mask = torch.zeros(9, 4)
+        mask[top:bottom, left:right] = 1
+        assert torch.equal(box_map(mix, (9, 4)), mask)
+        assert label_share(mix).item() == pytest.approx(mask.mean().item())
+        ends.append(ends_of)
+        # A square is drawn from the same numbers.
+        assert PLAN.mix_box(0, step, (9, 9))[::2] == (top, bottom)
+        assert PLAN.mix_box(0, step, (4, 4))[1::2] == (left, right)
+    assert np.array(ends).max(0).tolist() == [8, 3, 9, 4]
+    assert len(set(ends)) > 50
+
+
 @given(boxes, st.integers(1, 4))
 @settings(max_examples=30)
 def test_cutmix_pastes_the_partners_box(box, count):
@@ -188,7 +226,7 @@ def test_mixtoken_after_mixup_combines_both():
     for mix, blended, exchanged in draws:
         assert torch.equal(mix.box_tlbr, exchanged.box_tlbr)
         assert torch.equal(mix.blend, blended.blend)
-        assert mix.side == 8
+        assert mix.grid == 8
     assert 30 < sum(bool(mix.blend) for mix, *_ in draws) < 70
 
 

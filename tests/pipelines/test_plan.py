@@ -395,7 +395,8 @@ def test_block_order_is_shuffled_at_both_levels():
 
 def test_sizes_change_at_the_given_epochs():
     sizes = plan(sizes=((0, 160), (2, 192), (5, 224)))
-    assert [sizes.size(epoch) for epoch in range(7)] == [160, 160, 192, 192, 192, 224, 224]
+    sides = [160, 160, 192, 192, 192, 224, 224]
+    assert [sizes.shape(epoch, 3) for epoch in range(7)] == [(side, side) for side in sides]
 
 
 @pytest.mark.parametrize(

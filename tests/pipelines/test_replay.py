@@ -17,6 +17,7 @@ from sklearn.datasets import load_sample_images
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.plan import EpochPlan
+from densefeed.pipelines.shapes import AspectBuckets
 from densefeed.tools.pack_dataset import Packing, main
 
 from ..jpeg_files import loader_class
@@ -28,6 +29,10 @@ PLANS = {
     "plain": {},
     "repeats": {"repeats": 2},
     "sizes": {"sizes": ((0, SIDE), (1, 64))},
+    "shapes": {
+        "buckets": AspectBuckets((0.75, 4 / 3), 8, 1 + np.arange(11), 11 - np.arange(11)),
+        "multi_scale": (SIDE, 64),
+    },
     "blocks": {"order": "blocks", "block": 2, "window": 2},
     "evaluate": {"mode": "evaluate"},
 }

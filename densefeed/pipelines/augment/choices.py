@@ -344,4 +344,4 @@ def noise_length(plan: EpochPlan) -> int:
 
     It is twice the numbers of the largest crop, so a box can begin anywhere in the first half.
     """
-    return max(LEAST_NOISE, 2 * 3 * max(pixels for _, pixels in plan.sizes) ** 2)
+    return max(LEAST_NOISE, 2 * 3 * max(height * width for height, width in plan.shapes()))

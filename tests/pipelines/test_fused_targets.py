@@ -201,7 +201,7 @@ def test_compiles_without_a_gpu(name, capability):
 def test_gpu_kernels_make_the_targets(random_maps, maps, rules, absent, aligned):
     batch, spec = make_batch(random_maps, maps, aligned)
     spec, rules = spec._replace(absent=absent), RULES[rules]
-    for grid in (1, 3, 7):
+    for grid in (1, 3, (7, 4)):
         got = sparse_targets(batch.to("cuda"), spec, grid, rules)
         check(
             SparseTargets(*(field.cpu() for field in got)),

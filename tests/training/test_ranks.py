@@ -106,22 +106,23 @@ def assert_alike(one: Path, other: Path, rel: float = SUMMED) -> None:
 CASES = {
     # Batch statistics, drop-path and the weight of tokens without labels belong to a microbatch, so
     # they are equal if microbatches are.
-    # Both ranks have batches of one aspect in the same steps.
-    "parts": dict(
-        microbatch=2, drop_path=0.2, mixtoken=True, aspects=(0.75, 4 / 3), side_multiple=8, size=48
-    ),
+    "parts": dict(microbatch=2, drop_path=0.2, mixtoken=True),
     # Only mixing combines samples in these networks, and partners are in one microbatch for any
     # number of ranks.
     "mixtoken": dict(model="lvvit_groupnorm", drop_path=0.0, mixtoken=True, outside="uniform"),
     "cutmix": dict(model="test_vit", objective="ce", drop_path=0.0, mixtoken=False, cutmix=1.0),
-    # The heads are inside the DDP module, and every sample has its own pairs.
+    # The heads are inside the DDP module, and every sample has its own pairs. Both ranks have
+    # batches of one aspect in the same steps, so a step has one grid.
     "drloc": dict(
         model="lvvit_groupnorm",
         drop_path=0.0,
         mixtoken=True,
         outside="uniform",
         drloc="l1",
-        drloc_grid=2,
+        drloc_grid=0,
+        aspects=(0.75, 4 / 3),
+        side_multiple=8,
+        size=48,
     ),
     "drloc, parts": dict(
         model="test_vit", objective="ce", microbatch=2, mixtoken=False, drloc="all", drloc_grid=0

@@ -9,6 +9,7 @@ import pytest
 import torch
 from timm.models.naflexvit import batch_patchify
 
+import densefeed
 import densefeed.train as training
 from densefeed.models import checkpoints
 from densefeed.models.lvvit import LVViT
@@ -147,6 +148,18 @@ def test_drloc_draws_pairs_in_an_oblong_grid(micro, tmp_path):
     assert run.loss(trained.train(), (7, 5), run.mixing.draw(0, 0, (56, 40), (7, 5))).isfinite()
     with pytest.raises(UserError, match="the sizes of its inputs change the number of offsets"):
         wrapped_and_first_batch(micro(tmp_path, **BUCKETS | dict(drloc="ce", drloc_grid=0)))
+
+
+def test_a_loop_of_ones_own_reads_the_shape_from_the_batch(micro, packed, tmp_path):
+    model = model_for(micro(tmp_path, **BUCKETS)).train()
+    options = {**BUCKETS, "multi_scale": (48, 64)}
+    with densefeed.open_loader(packed[0], batch=4, threads=1, **options) as loader:
+        loss_of, shapes = densefeed.TokenLabeling(loader, mixtoken=True, smoothing=0.1), set()
+        for batch in loader.epoch(1):
+            shapes.add(tuple(batch.image.shape[1:3]))
+            assert loss_of(model, batch).isfinite()
+        assert shapes == {loader.plan.shape(1, step) for step in range(3)}
+        assert len(shapes) > 1
 
 
 def test_the_mfu_of_an_interval_counts_its_own_shapes(micro, tmp_path):

@@ -488,9 +488,16 @@ def test_cooldown_adds_epochs_at_the_minimum_rate(packed, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("order", "blocks"), ("repeats", 2), ("sizes", ((0, 16), (1, 32)))]
+    ("field", "value"),
+    [
+        ("order", "blocks"),
+        ("repeats", 2),
+        ("sizes", ((0, 16), (1, 32))),
+        ("multi_scale", (16, 32)),
+        ("aspects", (1.0,)),
+    ],
 )
-def test_order_repeats_and_sizes_cannot_change_on_resume(packed, tmp_path, field, value):
+def test_order_repeats_and_shapes_cannot_change_on_resume(packed, tmp_path, field, value):
     training.train(config(packed, tmp_path / "run", epochs=1))
     with pytest.raises(UserError, match=rf"was trained with {field}="):
         training.train(config(packed, tmp_path / "run", epochs=1, resume="auto", **{field: value}))

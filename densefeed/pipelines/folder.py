@@ -5,7 +5,7 @@ The folder can be any dataset that timm reads.
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +19,15 @@ from densefeed.pipelines.loader import Encoded, Fetch, MapRows, Memory
 from densefeed.storage.images import Images, decode
 from densefeed.storage.score_maps import ScoreMaps, ScoreMapStore, StoreHeader
 from densefeed.system.errors import UserError, explain_os_error
+from densefeed.system.progress import bar
 
 # Files per task of a reading thread.
 CHUNK = 16
 # Bytes of a JPEG that are read to find its size, one after the other, before all of it. The size is
 # in the first kilobyte, and behind Exif data with a thumbnail mostly in the first 64.
 HEADS = 2**12, 2**16
+# Files of a task that reads sizes.
+SIZED = 1024
 
 # In place of a file that cannot be read: the decoder refuses an empty JPEG.
 MISSING = np.empty(0, np.uint8)
@@ -133,13 +136,25 @@ class FolderSource(StoreMaps):
             sample["kind"], (sample["height"], sample["width"]) = kind, extent
 
     def extents(self) -> tuple[np.ndarray, np.ndarray]:
-        extents = list(self._readers.map(self._extent, range(len(self.labels))))
-        return tuple(np.array(extents, np.int64).reshape(-1, 2).T)
+        """Read the sizes of all images, see `Source`. UserError for a file that cannot be read."""
+        firsts = range(0, len(self.labels), SIZED)
+        chunks = [
+            self._readers.submit(self._extents, range(first, min(first + SIZED, len(self.labels))))
+            for first in firsts
+        ]
+        # After an error the bar ends here. Collected as garbage it may end on the thread of another
+        # bar, and wait for it forever.
+        with closing(bar(chunks, "sizes of images")) as waited:
+            extents = [chunk.result() for chunk in waited]
+        return tuple(np.concatenate(extents).T)
+
+    def _extents(self, indices: range) -> np.ndarray:
+        """Read the sizes of these images, int64 `[N, 2]`."""
+        return np.array([self._extent(index) for index in indices], np.int64)
 
     def _extent(self, index: int) -> tuple[int, int]:
-        """Read the height and width of a file; 1 x 1 if they cannot be read."""
-        # An unreadable file is reported, or skipped, when its turn in a batch comes.
-        with suppress(OSError):
+        """Read the height and width of a file; 1 x 1 if it is damaged."""
+        try:
             with self._images.open(index) as file:
                 head = b""
                 for more in HEADS:
@@ -147,7 +162,14 @@ class FolderSource(StoreMaps):
                     with suppress(native.JpegError):
                         return native.probe(head)
             return self._images.size(index)
-        return 1, 1
+        except OSError as error:
+            # Damage is reported, or skipped, when the file's turn in a batch comes. A file that the
+            # system does not give now may be given to another rank, or to a resumed run, and their
+            # batches would differ.
+            if error.errno or getattr(error.__cause__, "errno", None):
+                problem = explain_os_error(error)
+                raise UserError(f"{problem}; --aspects needs the size of every image") from error
+            return 1, 1
 
     def image(self, index: int) -> Image.Image:
         return decode(self._images.read(index), self.where(index))

@@ -152,7 +152,8 @@ class Source(Protocol):
         """Return heights and widths of all stored images, pixels, integers `[num_samples]`.
 
         Called before the first batch, and only with `--aspects`, which is refused for sources
-        without this member. An image whose size cannot be read has any positive one.
+        without this member. All ranks and resumed runs must get the same sizes; a damaged image has
+        any positive one.
         """
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -39,6 +40,7 @@ def describe_shape(shape: Shape) -> str:
     return f"{height:,} px" if height == width else f"{height:,} x {width:,} px"
 
 
+@lru_cache(maxsize=256)
 def bucket_shape(side: int, aspect: float, multiple: int) -> Shape:
     """Return the height and width of an aspect (width / height) at a resolution, in pixels.
 

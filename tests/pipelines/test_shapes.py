@@ -3,6 +3,7 @@ torchvision, the same shape on every rank.
 """
 
 import math
+import threading
 from collections import Counter
 from fractions import Fraction
 
@@ -246,6 +247,17 @@ def test_sizes_of_other_files_are_found_too(tmp_path):
     (tmp_path / "train" / "x" / "d.jpg").write_bytes(b"\xff\xd8\xff")
     source = FolderSource(tmp_path, "train", threads=2)
     assert np.array(source.extents()).T.tolist() == [[50, 70]] * 3 + [[1, 1]]
+    # A file that only this process cannot read would give the ranks different batches.
+    for name in ("a.png", "b.jpg"):
+        path = tmp_path / "train" / "x" / name
+        content = path.read_bytes()
+        path.unlink()
+        said = rf"{name}: .*; --aspects needs the size of every"
+        # The error keeps its frames alive, and with them a progress bar that was not closed.
+        with pytest.raises(UserError, match=said) as _caught:
+            source.extents()
+        assert all(type(thread).__name__ != "_TrackThread" for thread in threading.enumerate())
+        path.write_bytes(content)
     source.close()
 
 

@@ -130,7 +130,7 @@ class Chooser:
     """
 
     def __init__(self, plan: EpochPlan, augment: Augment) -> None:
-        self.plan, self.augment = plan, augment
+        self.plan, self.augment, self.noise = plan, augment, noise_length(plan)
         text = augment.rand_augment
         self.spec = RandAugmentSpec.parse(text) if text else None
 
@@ -297,7 +297,7 @@ class Chooser:
             box_height, box_width = heights[pick], widths[pick]
             top, left = (height - box_height + 1) * u[-4], (width - box_width + 1) * u[-3]
             # The last offset leaves as many numbers as the largest box needs.
-            noise = u[-2] * (noise_length(self.plan) - 3 * height * width)
+            noise = u[-2] * (self.noise - 3 * height * width)
             columns = np.stack((samples, top, left, box_height, box_width, noise), 1).astype(int)
             boxes += [EraseBox(*row) for row in columns[fits[pick]].tolist()]
         return tuple(boxes)

@@ -1,4 +1,5 @@
-/* Antialiased resampling of a crop to height x width RGB, directly from the decoded Y, Cb, Cr planes.
+/* Antialiased resampling of a crop to height x width RGB, directly from the decoded Y, Cb, Cr
+ * planes.
  *
  * The filters are those of Pillow and torchvision: triangle or cubic, widened by the scale when
  * shrinking; no pixel outside the crop's whole pixels is read. Interpolating half-resolution chroma
@@ -355,14 +356,16 @@ INLINE Matrix jfif_matrix(void) {
 
 /* Convert Y, Cb, Cr to levels of R, G, B by the JFIF matrix. Integer parts of its coefficients are
  * added unscaled, because `multiply` takes factors below 1. */
-INLINE void to_rgb(const int16_t *restrict y, const int16_t *restrict cb, const int16_t *restrict cr,
-    int groups, uint8_t *restrict red, uint8_t *restrict green, uint8_t *restrict blue) {
+INLINE void to_rgb(const int16_t *restrict y, const int16_t *restrict cb,
+    const int16_t *restrict cr, int groups, uint8_t *restrict red, uint8_t *restrict green,
+    uint8_t *restrict blue) {
     const Matrix m = jfif_matrix();
     for (; groups > 0; groups--) {
         for (int x = 0; x < LANES; x++) {
             int16_t b = cb[x] - (128 << 6), r = cr[x] - (128 << 6);
             red[x] = level((int16_t)(y[x] + r + multiply(r, m.red)));
-            green[x] = level((int16_t)(y[x] - multiply(b, m.green_blue) - multiply(r, m.green_red)));
+            int16_t both = multiply(b, m.green_blue) + multiply(r, m.green_red);
+            green[x] = level((int16_t)(y[x] - both));
             blue[x] = level((int16_t)(y[x] + 2 * b - multiply(b, m.blue))); /* 1.772 = 2 - 0.228 */
         }
         y += LANES, cb += LANES, cr += LANES, red += LANES, green += LANES, blue += LANES;

@@ -101,8 +101,8 @@ static int find_boxes(Sample *samples, int count, Boxes *boxes) {
     return OK;
 }
 
-/* Decode the planes that `count` crops of one image need; if `cut` is not NULL, produce a valid JPEG
- * that contains the crop instead, for another decoder. The first sample gets the message. */
+/* Decode the planes that `count` crops of one image need; if `cut` is not NULL, produce a valid
+ * JPEG that contains the crop instead, for another decoder. The first sample gets the message. */
 static int decode(Sample *sample, int count, Scratch *scratch, const Batch *batch, Cut *cut,
     Picture *picture) {
     const uint8_t *bytes;
@@ -184,8 +184,8 @@ int sample_map(const Batch *batch, int n, Sample *sample, Scratch *scratch) {
         to[2] + 2 * n * cells, to[3] + (size_t)n * WINDOW_BYTES, sample->message);
 }
 
-/* Count the samples from `first` on that are crops of one image and can share its planes: repeats of
- * an image lie next to each other in a batch. */
+/* Count the samples from `first` on that are crops of one image and can share its planes: repeats
+ * of an image lie next to each other in a batch. */
 int samples_of_image(const Batch *batch, int first) {
     const Sample *one = &batch->samples[first];
     int most = batch->cuts ? 1 : min(batch->count - first, MOST_BOXES), count = 1;

@@ -551,8 +551,8 @@ static int begin_row(Header *header, Sample *sample, int number, Row *row) {
         " checksum", first, first + header->mcu_height - 1);
 }
 
-/* The MCUs between two edges of a box, with a margin of two pixels, because half-resolution chroma is
- * interpolated between neighbors. */
+/* The MCUs between two edges of a box, with a margin of two pixels, because half-resolution chroma
+ * is interpolated between neighbors. */
 static Span needed(int from, int to, int mcu, int mcus) {
     return (Span){max(from - 2, 0) / mcu, min((to + 1) / mcu, mcus - 1)};
 }
@@ -711,8 +711,8 @@ static int open_rows(Header *header, Sample *sample, Scratch *scratch, const uin
 /* 24 KB, too much for the stack of a thread. */
 static __thread Header header;
 
-/* Decode the MCUs that the boxes need into planes of the span of `header` at `out`, or only check them
- * if `step` is NULL. */
+/* Decode the MCUs that the boxes need into planes of the span of `header` at `out`, or only check
+ * them if `step` is NULL. */
 static int decode_span(Sample *sample, Scratch *scratch, const Boxes *boxes, uint8_t *const out[3],
     const size_t step[3]) {
     size_t room = header.longest + SLACK;
@@ -737,7 +737,7 @@ static int decode_span(Sample *sample, Scratch *scratch, const Boxes *boxes, uin
     return decode_rows(&d, rows);
 }
 
-/* Decode the planes of an image with our index, around all boxes. What no box needs stays undefined. */
+/* Decode the planes of an image with our index, around all boxes. What no box needs is undefined. */
 int segments_decode(Sample *sample, Scratch *scratch, const uint8_t *head, size_t head_length,
     const Boxes *boxes, Picture *picture) {
     TRY(open_rows(&header, sample, scratch, head, head_length, boxes->around));

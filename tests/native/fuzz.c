@@ -198,8 +198,12 @@ static void draw_sample(Sample *sample, Input in) {
 static uint8_t *decode_sample(Sample *sample, int size) {
     uint8_t *pixels = malloc(3 * size * size);
     memset(pixels, 0xA5, 3 * size * size);
-    Batch batch = {
-        .samples = sample, .count = 1, .height = size, .width = size, .pixels = pixels, .filter = filter};
+    Batch batch = {.samples = sample,
+        .count = 1,
+        .height = size,
+        .width = size,
+        .pixels = pixels,
+        .filter = filter};
     densefeed_decode(&batch);
     CHECK(sample->status >= OK && sample->status <= NO_MEMORY);
     CHECK(memchr(sample->message, 0, MESSAGE) && !sample->message[0] == (sample->status == OK));
@@ -280,8 +284,12 @@ static void check_pixels(const Sample *sample, int size, const uint8_t *pixels) 
         (int)ceil(again.left + again.box_width - 1e-9)};
     if (turbo_decode(&again, &scratch, again.bytes, again.length, box, 1, &picture) == OK) {
         uint8_t *want = malloc(3 * size * size);
-        Batch batch = {
-            .samples = &again, .count = 1, .height = size, .width = size, .pixels = want, .filter = filter};
+        Batch batch = {.samples = &again,
+            .count = 1,
+            .height = size,
+            .width = size,
+            .pixels = want,
+            .filter = filter};
         if (resample(&batch, 0, &scratch, &picture) == OK)
             CHECK(!memcmp(want, pixels, 3 * size * size));
         free(want);
@@ -340,8 +348,12 @@ static void try_together(Input in) {
     size_t bytes = 3 * (size_t)size * size;
     uint8_t *pixels = malloc(count * bytes);
     for (int n = 0; n < count; n++) draw_sample(&together[n], in);
-    Batch batch = {
-        .samples = together, .count = count, .height = size, .width = size, .pixels = pixels, .filter = filter};
+    Batch batch = {.samples = together,
+        .count = count,
+        .height = size,
+        .width = size,
+        .pixels = pixels,
+        .filter = filter};
     densefeed_decode(&batch);
     for (int n = 0; n < count; n++) {
         Sample alone = together[n];
@@ -574,7 +586,8 @@ static void try_pool(const Input *inputs, int count) {
     for (int b = 0; b < BATCHES; b++) {
         for (int n = 0; n < ROWS; n++) {
             /* Sometimes another crop of the image before. */
-            Input same = {(uint8_t *)samples[b][max(n - 1, 0)].bytes, samples[b][max(n - 1, 0)].length};
+            const Sample *before = &samples[b][max(n - 1, 0)];
+            Input same = {(uint8_t *)before->bytes, before->length};
             draw_sample(&samples[b][n], n && draw(2) ? same : inputs[draw(count)]);
             palettes[b][n] = 1 + (int)draw(20);
             for (int p = 0; p < 2; p++)

@@ -5,6 +5,7 @@ All read the same files and deliver batches of 224 x 224 crops, flipped or not.
 Ours, with the plan's crops; with `+labels` every batch has its score maps:
 
 - `ffcv`, `folder` (`+labels`): from a .beton or a folder.
+- `ffcv-2-crops` (`+labels`): two crops of each image, `--repeats 2`.
 - `dali-cpu`, `dali-gpu` (`+labels`): from the same .beton, decoded by DALI.
 - `dali-gpu+ffcv+labels`: two of ours at once with half of the threads each; two epochs in total.
 
@@ -152,10 +153,10 @@ class Peer(Protocol):
 class OurLoader:
     """One of our loaders, with or without score maps of the same files.
 
-    The loaders are `ffcv`, `folder`, `dali-cpu` and `dali-gpu`.
+    The loaders are `ffcv`, `folder`, `dali-cpu` and `dali-gpu`. Each image comes `repeats` times.
     """
 
-    def __init__(self, kind: str, labels: bool, config: PeerConfig) -> None:
+    def __init__(self, kind: str, labels: bool, config: PeerConfig, repeats: int = 1) -> None:
         data, folder = config.data, kind == "folder"
         options = DataOptions(
             loader=kind.partition("-")[0],
@@ -164,6 +165,7 @@ class OurLoader:
             score_maps=data.maps if folder and labels else None,
             threads=config.threads,
             size=config.size,
+            repeats=repeats,
         )
         device = torch.device("cuda:0" if kind == "dali-gpu" else "cpu")
         self._loader = open_dataset(
@@ -740,6 +742,8 @@ DALI_AND_FFCV = partial(
 )
 PEERS = {
     **our_entries("ffcv"),
+    "ffcv-2-crops+labels": Entry(partial(OurLoader, "ffcv", True, repeats=2), maps=True),
+    "ffcv-2-crops": Entry(partial(OurLoader, "ffcv", False, repeats=2)),
     **our_entries("folder"),
     **our_entries("dali-cpu", *DALI),
     **our_entries("dali-gpu", *DALI, require_gpu),

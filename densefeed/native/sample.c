@@ -184,6 +184,28 @@ int sample_map(const Batch *batch, int n, Sample *sample, Scratch *scratch) {
         to[2] + 2 * n * cells, to[3] + (size_t)n * WINDOW_BYTES, sample->message);
 }
 
+/* Copy the score map of sample `from`, which was read without a fault, to sample `n`. Returns 0 if
+ * that is another map. */
+static int copy_map(const Batch *batch, int from, int n) {
+    const Packed *packed = batch->packed;
+    int ranges = packed ? 2 : batch->parts;
+    for (int p = 0; p < ranges; p++) {
+        size_t a = (size_t)from * ranges + p, b = (size_t)n * ranges + p;
+        if (batch->part_file[a] != batch->part_file[b]) return 0;
+        if (batch->part_offset[a] != batch->part_offset[b]) return 0;
+    }
+    if (packed && packed->palette[from] != packed->palette[n]) return 0;
+    if (batch->part_crc && batch->part_crc[from] != batch->part_crc[n]) return 0;
+    size_t entries = packed ? 2 * (size_t)packed->cells * packed->top_k : 0;
+    size_t cells = packed ? 2 * (size_t)packed->cells : 0;
+    const size_t unpacked[4] = {entries, entries, cells, WINDOW_BYTES};
+    for (int p = 0; p < (packed ? 4 : ranges); p++) {
+        size_t bytes = packed ? unpacked[p] : (size_t)batch->part_bytes[p];
+        memcpy(batch->part_to[p] + n * bytes, batch->part_to[p] + from * bytes, bytes);
+    }
+    return 1;
+}
+
 /* Count the samples from `first` on that are crops of one image and can share its planes: repeats
  * of an image lie next to each other in a batch. */
 int samples_of_image(const Batch *batch, int first) {
@@ -201,8 +223,9 @@ int samples_of_image(const Batch *batch, int first) {
 }
 
 /* Process sample `n` of a batch, from its files to its pixels and score map; sets its status. If
- * `shared` is not NULL, it holds the sample's planes. */
-static void sample_decode(const Batch *batch, int n, Scratch *scratch, const Picture *shared) {
+ * `shared` is not NULL, it holds the planes of samples `first` to `n`. */
+static void sample_decode(
+    const Batch *batch, int first, int n, Scratch *scratch, const Picture *shared) {
     Sample *sample = &batch->samples[n];
     Cut *cut = batch->cuts ? &batch->cuts[n] : NULL;
     Picture own;
@@ -210,7 +233,9 @@ static void sample_decode(const Batch *batch, int n, Scratch *scratch, const Pic
     double at[4] = {microseconds()};
     sample->message[0] = 0;
     /* Score maps come first: they are then complete if the image is left to the caller. */
-    sample->status = sample_map(batch, n, sample, scratch);
+    sample->status = OK;
+    if (n == first || batch->samples[first].status != OK || !copy_map(batch, first, n))
+        sample->status = sample_map(batch, n, sample, scratch);
     at[1] = microseconds();
     if (sample->status == OK && sample->length <= 0)
         sample->status = fail(sample->message, UNREADABLE, "it is empty");
@@ -239,6 +264,6 @@ void samples_decode(const Batch *batch, int first, int count, Scratch *scratch) 
     double reading = scratch->reading, decoding = microseconds() - begin - reading;
     if (!together) memset(sample->message, 0, sizeof sample->message);
     for (int n = first; n < first + count; n++)
-        sample_decode(batch, n, scratch, together ? &picture : NULL);
+        sample_decode(batch, first, n, scratch, together ? &picture : NULL);
     if (together) sample->took[READ] = (float)reading, sample->took[DECODE] = (float)decoding;
 }

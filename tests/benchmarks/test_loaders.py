@@ -137,18 +137,23 @@ def deliver_twice(name, data, threads):
         torch.set_num_threads(before)
 
 
+# With score maps.
+OURS = "ffcv+labels", "ffcv-2-crops+labels", "folder+labels", "dali-cpu+labels"
+
+
 def check_delivered(name, epochs, data):
     dense = {
-        **dict.fromkeys(("ffcv+labels", "folder+labels", "dali-cpu+labels"), (BATCH, 18, 18, 5)),
+        **dict.fromkeys(OURS, (BATCH, 18, 18, 5)),
         "token-labeling": (BATCH, 3, 5, 18, 18),
         "token-labeling+labels": (BATCH, CLASSES, 2 + (SIZE // 16) ** 2),
     }.get(name)
+    repeats = 2 if "2-crops" in name else 1
     for batches in epochs:
-        assert sum(batch.count for batch in batches) == IMAGES
+        assert sum(batch.count for batch in batches) == repeats * IMAGES
         if name == "turbojpeg-full":
             continue
         assert sorted(torch.cat([batch.label for batch in batches]).tolist()) == sorted(
-            data.labels.tolist()
+            repeats * data.labels.tolist()
         )
         for batch in batches:
             assert batch.image.dtype == torch.uint8

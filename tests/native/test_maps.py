@@ -41,10 +41,13 @@ def packed_rows(form: str, rng: np.random.Generator, scales=None) -> list[np.nda
 
 
 def decode(
-    path, rows: list[np.ndarray], levels: np.ndarray | None, crc=None, limits=None
+    path, rows: list[np.ndarray], levels: np.ndarray | None, crc=None, limits=None, order=None
 ) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
-    """Unpack rows from a file with the library: samples, the four fields, the written Windows."""
-    N = len(rows)
+    """Unpack rows from a file with the library: samples, the four fields, the written Windows.
+
+    The samples have the rows `order`, by default each once; all are crops of one image.
+    """
+    N, chosen = len(rows), np.arange(len(rows)) if order is None else np.array(order)
     window = np.arange(4 * N, dtype=np.float32).reshape(N, 4)
     path.write_bytes(b"".join(row.tobytes() for row in rows) + window.tobytes())
     lengths = np.array([len(row) for row in rows])
@@ -54,6 +57,7 @@ def decode(
             [zlib.crc32(row.tobytes() + window[n].tobytes()) for n, row in enumerate(rows)],
             np.uint32,
         )
+    offset, crc, window, N = offset[chosen], crc[chosen], window[chosen], len(chosen)
     cells = (N, SIDE, SIDE)
     to = [
         np.full((*cells, TOP_K), 7, np.float16),
@@ -69,7 +73,7 @@ def decode(
     file = os.open(path, os.O_RDONLY)
     try:
         parts = native.Parts(
-            np.full((N, 2), file), offset, to, crc, native.Packed(PALETTES[:N], levels), limits
+            np.full((N, 2), file), offset, to, crc, native.Packed(PALETTES[chosen], levels), limits
         )
         native.Job(samples, np.zeros((N, 4, 4, 3), np.uint8), parts, keep=pixels).decode()
     finally:
@@ -91,6 +95,23 @@ def test_rows_equal_numpys_exactly(tmp_path, form):
     samples, fields, window = decode(tmp_path / "rows", rows, levels)
     assert not samples["status"].any(), samples["message"]
     assert_same_bits(fields, (*unpack(form, SIDE, TOP_K, levels, PALETTES, rows), window))
+
+
+@pytest.mark.parametrize("form", ["lossless", "compact"])
+def test_crops_of_one_image_get_its_map(tmp_path, form):
+    """It is read once and copied, also if two images of one batch are the same file."""
+    rows = packed_rows(form, np.random.default_rng(0))
+    levels = code_levels("tail") if form == "compact" else None
+    order = [0, 0, 5, 5, 5, 1, 5]
+    samples, fields, window = decode(tmp_path / "rows", rows, levels, order=order)
+    assert not samples["status"].any(), samples["message"]
+    want = unpack(form, SIDE, TOP_K, levels, PALETTES, rows)
+    assert_same_bits(fields, (*(part[order] for part in want), window))
+    # A damaged map is damaged for every crop.
+    rows[5][-1] ^= 1
+    crc = np.zeros(len(rows), np.uint32)
+    samples, _, _ = decode(tmp_path / "rows", rows, levels, crc, order=[5, 5])
+    assert samples["status"].tolist() == [native.DAMAGED] * 2
 
 
 def test_logits_are_rounded_to_float16_like_numpy(tmp_path):

@@ -257,7 +257,7 @@ def test_segments_decode_to_libjpegs_pixels_exactly(jpegs, noise, plain, data):
 @settings(max_examples=60)
 @given(st.data())
 def test_crops_of_one_image_equal_crops_decoded_alone(jpegs, noise, data):
-    """Neighboring samples of one image share its planes; of up to 8 at once, so 9 are two groups."""
+    """Neighboring samples of one image share its planes, up to 8 at once, so 9 are two groups."""
     height, width = data.draw(st.integers(1, 120)), data.draw(st.integers(1, 120))
     file = jpegs.write(noise(height, width), data.draw(st.sampled_from([(1, 1), (2, 1), (2, 2)])))
     kind = data.draw(st.sampled_from(["indexed", "plain", "raw"]))
@@ -293,7 +293,8 @@ def test_damage_outside_a_crop_does_not_matter_to_it(jpegs, noise):
     job.decode()
     assert job.samples["status"].tolist() == [native.OK, native.DAMAGED, native.OK]
     assert [bool(message) for message in job.samples["message"]] == [False, True, False]
-    np.testing.assert_array_equal(job.pixels[2], crop(bytes(file), boxes[2], 32, extents=[(70, 90)]))
+    alone = crop(bytes(file), boxes[2], 32, extents=[(70, 90)])
+    np.testing.assert_array_equal(job.pixels[2], alone)
 
 
 def test_overflowing_coefficients_decode_alike_without_simd(jpegs, plain):
@@ -444,6 +445,20 @@ def test_parts_are_read_from_any_offsets(maps):
     assert not job.samples["status"].any()
     for n, row in enumerate(want):
         assert [to[n].tobytes() for to in parts.to] == row
+
+
+def test_crops_of_one_image_get_its_parts(maps):
+    job, parts, want, _ = maps
+    job.samples["bytes"] = job.samples["bytes"][0]
+    # Rows 0 and 1 have one map, row 2 another; rows 3 and 4 differ in their checksums alone.
+    for row, place in ((1, 0), (2, 4), (4, 3)):
+        parts.offset[row], parts.crc[row] = parts.offset[place], parts.crc[place]
+    parts.crc[4] ^= 1
+    job = native.Job(job.samples, job.pixels, parts, keep=job)
+    job.decode()
+    assert job.samples["status"].tolist() == [native.OK] * 4 + [native.DAMAGED]
+    for row, place in enumerate((0, 0, 4, 3)):
+        assert [to[row].tobytes() for to in parts.to] == want[place]
 
 
 def test_damaged_or_truncated_part_fails_only_its_sample(maps):

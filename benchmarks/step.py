@@ -12,7 +12,7 @@ own parts: autocast around network and LabelSmoothingCrossEntropy, NativeScaler 
 ModelEmaV3 with warm-up, and `loss.item()`, a host sync in every step. Both train one network from
 equal weights on equal normalized images in channels_last with the image's label; their losses
 before and after the first update are printed with their relative difference. Both have a constant
-learning rate, and no stochastic depth or mixing.
+learning rate and no mixing. Both have `--drop-path`, by default 0, and drop the same samples.
 
 `--bootstrap joint` (or `shared`) adds `agent`, the same step of the model's agent CNN alone, and
 `both`, a step of the two together (Bootstrapping ViTs, densefeed/objectives/bootstrapping.py);
@@ -47,7 +47,7 @@ from dataclasses import dataclass
 from itertools import count, islice, repeat
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -84,7 +84,7 @@ from densefeed.pipelines.plan import EpochPlan
 from densefeed.system.devices import choose_device, synchronize
 from densefeed.system.errors import UserError
 from densefeed.system.malloc import set_malloc, tune_malloc
-from densefeed.system.options import with_options
+from densefeed.system.options import Bounds, with_options
 from densefeed.system.progress import steps_bar
 from densefeed.training.build import autocast_dtype, build_model, flops_per_shape
 from densefeed.training.captured_update import choose_update
@@ -148,6 +148,7 @@ class StepBenchmark(Output):
     batch: Count = 64  # images per batch
     size: Count = 224  # side of the network's input, pixels
     classes: Count = 1000  # of the constant batch; a --data file has its own
+    drop_path: Annotated[float, Bounds(0, 0.99)] = 0.0  # stochastic depth of the last block
     # token-label: also measure ours with a dense label on every token
     objective: Literal["ce", "token-label"] = "ce"
     drloc: bool = False  # also measure ours with DRLoc's loss
@@ -323,9 +324,9 @@ def make_config(benchmark: StepBenchmark, name: str, compile: str = "never") -> 
         model=benchmark.model,
         size=benchmark.size,
         objective="token-label" if name == LABELS else "ce",
-        # timm's step has neither.
+        # timm's step has none.
         mixtoken=False,
-        drop_path=0.0,
+        drop_path=benchmark.drop_path,
         drloc="l1" if name == DRLOC else "none",
         drloc_grid=benchmark.drloc_grid,
         bootstrap=benchmark.bootstrap if name == BOTH else "none",
@@ -381,7 +382,7 @@ def build_contest(
             for name, trainable in ours.items()
         }
         config = make_config(benchmark, OURS, compile)
-        steps[TIMM] = timm_step(config, deepcopy(ours[OURS]), device)
+        steps[TIMM] = timm_step(config, deepcopy(ours[OURS]), device, steps[OURS].seed)
         bar = EQUAL[autocast_dtype(config, device)]
         # These first steps also compile, before anything is timed.
         contest.equality.append(compare_losses(steps, batch, mode, bar))
@@ -469,10 +470,16 @@ class OurStep:
 
     def losses(self, batch: Batch, number: int) -> list[Callable[[], Tensor]]:
         """Return a list of one function, which computes the loss of step `number`."""
-        # The step's number serves as the epoch, so that pairs of tokens differ as in training.
-        epoch = number % self.inputs.config.optim.epochs
         # Always the first batch: the plan of a constant batch has no other.
-        return self.inputs.losses(self.student.network, [batch], epoch, 0)
+        return self.inputs.losses(self.student.network, [batch], self.epoch(number), 0)
+
+    def epoch(self, number: int) -> int:
+        """Return the epoch that step `number` counts as, so that pairs of tokens differ."""
+        return number % self.inputs.config.optim.epochs
+
+    def seed(self, number: int) -> int:
+        """Return the seed of drop-path in step `number`."""
+        return self.inputs.loader.plan.step_seed(self.epoch(number), 0, 0)
 
     def batches(self, epoch: int, through: Through) -> Iterator[Batch]:
         """Yield the loader's batches, augmented."""
@@ -480,8 +487,13 @@ class OurStep:
             yield batch
 
 
-def timm_step(config: Config, model: nn.Module, device: torch.device) -> Step:
-    """Build the one-device step of timm's train.py from timm's public parts with their defaults."""
+def timm_step(
+    config: Config, model: nn.Module, device: torch.device, seed: Callable[[int], int]
+) -> Step:
+    """Build the one-device step of timm's train.py from timm's public parts with their defaults.
+
+    `seed` gives that of drop-path in step number n, from 0.
+    """
     dtype = autocast_dtype(config, device)
     # reduce-overhead is PyTorch's mode with CUDA graphs.
     how = "reduce-overhead" if config.run.compile == "graph" else None
@@ -492,10 +504,12 @@ def timm_step(config: Config, model: nn.Module, device: torch.device) -> Step:
     )
     # bfloat16 has float32's range and needs no scale, as in timm's train.py.
     scaler = NativeScaler(device=device.type) if dtype == torch.float16 else None
-    ema, numbers = ModelEmaV3(model, decay=config.optim.ema, use_warmup=True), count(1)
+    ema, numbers = ModelEmaV3(model, decay=config.optim.ema, use_warmup=True), count()
     model.train()
 
     def step(batch: Batch) -> float:
+        number = next(numbers)
+        torch.manual_seed(seed(number))
         with torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None):
             loss = loss_of(network(batch.image), batch.label)
         if scaler is not None:
@@ -506,7 +520,7 @@ def timm_step(config: Config, model: nn.Module, device: torch.device) -> Step:
         # timm's train.py updates its running mean of the loss in every step.
         found = loss.item()
         optimizer.zero_grad()
-        ema.update(model, step=next(numbers))
+        ema.update(model, step=number + 1)
         return found
 
     return step

@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from timm.layers import DropPath, Mlp, QuickGELU, trunc_normal_
+from timm.layers import Mlp, QuickGELU, trunc_normal_
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from densefeed.models.drop_path import add_branch, branch_drop_path
 from densefeed.models.recompute import run_blocks
 from densefeed.models.registration import pretrained_cfg, register_family
 from densefeed.models.token_transformer import (
@@ -115,12 +116,13 @@ class Block(nn.Module):
         self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=nn.GELU if drloc else QuickGELU)
         # Two, as in timm's blocks: a compiled step draws a mask for each module.
         self.drop_path1, self.drop_path2 = (
-            DropPath(drop_path) if drop_path else nn.Identity() for _ in range(2)
+            branch_drop_path(drop_path, *branch)
+            for branch in ((self.norm1, self.attn), (self.norm2, self.mlp))
         )
 
     def forward(self, x_NTD: Tensor, grid: Grid) -> Tensor:
-        x_NTD = x_NTD + self.drop_path1(self.attn(self.norm1(x_NTD), grid))
-        return x_NTD + self.drop_path2(self.mlp(self.norm2(x_NTD)))
+        x_NTD = add_branch(x_NTD, lambda y_NTD: self.attn(self.norm1(y_NTD), grid), self.drop_path1)
+        return add_branch(x_NTD, lambda y_NTD: self.mlp(self.norm2(y_NTD)), self.drop_path2)
 
 
 class Embedding(nn.Module):

@@ -12,10 +12,11 @@ from functools import partial
 from typing import Literal
 
 import torch
-from timm.layers import DropPath, LayerNorm2d, Mlp, trunc_normal_
+from timm.layers import LayerNorm2d, Mlp, trunc_normal_
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from densefeed.models.drop_path import add_branch, branch_drop_path
 from densefeed.models.lvvit import Attention
 from densefeed.models.registration import pretrained_cfg, register_family
 from densefeed.models.token_transformer import (
@@ -204,12 +205,14 @@ class Block(nn.Module):
         self.attn, self.feed_forward = attn, feed_forward
         # Two, as in timm's blocks: a compiled step draws a mask for each module.
         self.drop_path1, self.drop_path2 = (
-            DropPath(drop_path) if drop_path else nn.Identity() for _ in range(2)
+            branch_drop_path(drop_path, branch) for branch in (attn, feed_forward)
         )
 
     def forward(self, x_NTD: Tensor, grid: Grid) -> Tensor:
-        x_NTD = x_NTD + self.drop_path1(self.attn(self.norm1(x_NTD)))
-        return x_NTD + self.drop_path2(self.feed_forward(self.norm2(x_NTD), grid))
+        x_NTD = add_branch(x_NTD, lambda y_NTD: self.attn(self.norm1(y_NTD)), self.drop_path1)
+        return add_branch(
+            x_NTD, lambda y_NTD: self.feed_forward(self.norm2(y_NTD), grid), self.drop_path2
+        )
 
 
 def check_options(norms: Sequence[str], embedding: str, feed_forward: str, aggregate: str) -> None:

@@ -12,10 +12,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from timm.layers import DropPath, Mlp, trunc_normal_
+from timm.layers import Mlp, trunc_normal_
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from densefeed.models.drop_path import add_branch, branch_drop_path
 from densefeed.models.registration import pretrained_cfg, register_family
 from densefeed.models.token_transformer import (
     TokenTransformer,
@@ -133,17 +134,17 @@ class Block(nn.Module):
         self.mlp = Mlp(dim, int(dim * mlp_ratio))
         # Two, as in timm's blocks: a compiled step draws a mask for each module.
         self.drop_path1, self.drop_path2 = (
-            DropPath(drop_path) if drop_path else nn.Identity() for _ in range(2)
+            branch_drop_path(drop_path, branch) for branch in (self.attn, self.mlp)
         )
         self.residual_divisor, self.post_norm = residual_divisor, post_norm
 
     def forward(self, x_NTD: Tensor) -> Tensor:
-        branches = (self.attn, self.norm1, self.drop_path1), (self.mlp, self.norm2, self.drop_path2)
-        for branch, norm, drop_path in branches:
-            branch_NTD = branch(x_NTD if self.post_norm else norm(x_NTD))
-            x_NTD = x_NTD + drop_path(branch_NTD) / self.residual_divisor
-            x_NTD = norm(x_NTD) if self.post_norm else x_NTD
-        return x_NTD
+        path1, path2, divisor = self.drop_path1, self.drop_path2, self.residual_divisor
+        if self.post_norm:
+            x_NTD = self.norm1(add_branch(x_NTD, self.attn, path1, divisor))
+            return self.norm2(add_branch(x_NTD, self.mlp, path2, divisor))
+        x_NTD = add_branch(x_NTD, lambda y_NTD: self.attn(self.norm1(y_NTD)), path1, divisor)
+        return add_branch(x_NTD, lambda y_NTD: self.mlp(self.norm2(y_NTD)), path2, divisor)
 
 
 class LVViT(TokenTransformer):

@@ -44,6 +44,9 @@ class ModelOptions(Options):
     init: Path | None = None
     # stochastic depth of the last block, probability
     drop_path: Annotated[float, Bounds(0, 0.99)] = 0.1
+    # auto: on a CPU without --compile, do not compute what stochastic depth drops, where a branch
+    # has no BatchNorm; mask: compute it and multiply it by 0
+    drop_path_form: Literal["auto", "mask"] = "auto"
     # compute the tokens' loss without storing all logits; auto: from 4,096 classes on
     fused_head: Literal["auto", "always", "never"] = "auto"
     # BatchNorm over the images of all ranks; else per rank, averaged when statistics are saved
@@ -55,6 +58,10 @@ class ModelOptions(Options):
     # keep the sum that runs through all blocks in the dtype of autocast instead of float32: less
     # memory traffic, rounded after every block
     half_residual: bool = False
+
+    def unused(self) -> dict[str, str]:
+        drops = self.drop_path or "drop_path_rate" in self.arguments
+        return {} if drops else {"drop_path_form": "--drop-path"}
 
     @property
     def arguments(self) -> dict[str, object]:
@@ -173,6 +180,7 @@ FREE = {
     *("out", "loader", "data", "val", "score_maps", "threads", "device", "resume", "eval_every"),
     *("log_every", "on_bad_sample", "maps_on_device", "microbatch", "compile", "save_every"),
     *("grad_checkpointing", "keep", "wandb", "dry_run", "on_nonfinite", "max_skips", "init"),
+    "drop_path_form",
 }
 
 

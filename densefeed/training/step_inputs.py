@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from densefeed.models.drop_path import skip_dropped
 from densefeed.objectives.base import Objective, StepContext
 from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches
 from densefeed.pipelines.batch import Batch
@@ -69,7 +70,12 @@ class StepInputs:
         resident = config.data.maps_on_device and objective.needs_score_maps
         self.resident = ResidentMaps(loader.source, ranks.device) if resident else None
         self.patch = getattr(model, "patch_size", PATCH)
-        self.step_loss = compile_step(config.run.compile, trainable)
+        options, compile = config.model, config.run.compile
+        # The number of kept samples changes from step to step: a GPU would wait for it, and a
+        # compiler would compile each.
+        eager = ranks.device.type == "cpu" and compile == "never"
+        skip_dropped(trainable, eager and options.drop_path_form == "auto")
+        self.step_loss = compile_step(compile, trainable)
 
     def batches(
         self, epoch: int, start: int, through: Callable[[Iterator[Batch]], Iterator[Batch]] = iter

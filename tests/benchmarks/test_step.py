@@ -135,6 +135,14 @@ def test_our_step_and_timms_give_the_same_losses(model, precision):
     assert abs(found["ours"][0] - found["ours"][1]) > 5 * found["bar"] * found["ours"][0]
 
 
+def test_both_steps_drop_the_same_samples(monkeypatch):
+    (found,) = build(drop_path=0.9).equality
+    assert found["rel_error"] < found["bar"]
+    monkeypatch.setattr(step.OurStep, "seed", lambda self, number: number)
+    (found,) = build(drop_path=0.9).equality
+    assert found["rel_error"] > found["bar"]
+
+
 def test_another_loss_or_optimizer_is_detected(monkeypatch):
     monkeypatch.setattr(
         step, "LabelSmoothingCrossEntropy", lambda _: LabelSmoothingCrossEntropy(0.2)

@@ -30,6 +30,7 @@ from densefeed.system.options import (
     parse_arguments,
     unused_leaves,
 )
+from densefeed.training.optimizers import check_optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +85,20 @@ class OptimOptions(Options):
     min_lr: NonNegative = 1e-5  # learning rate at the end, not scaled
     warmup_epochs: NonNegative = 5  # linear warm-up from 1e-6
     lr_updates: Literal["step", "epoch"] = "step"  # when the learning rate changes
-    # weight decay of AdamW; not applied to biases, norms and tables
+    # timm's name of a first-order optimizer, with timm's defaults, e.g. sgd, lion or nadamuon; each
+    # needs learning rates of its own
+    optimizer: str = "adamw"
+    # weight decay; not applied to biases, norms and tables
     weight_decay: NonNegative = 0.05
     ema: Fraction = 0.99992  # decay per step of the EMA of the weights, with warm-up; 0: none
     clip_grad: NonNegative = 0.0  # maximum gradient norm; 0: no clipping
     # gradients that are not finite: stop the run, or skip the update
     on_nonfinite: Literal["stop", "skip"] = "stop"
     max_skips: int = 10  # skipped updates that --on-nonfinite skip allows
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_optimizer(self.optimizer)
 
     def unused(self) -> dict[str, str]:
         return {} if self.on_nonfinite == "skip" else {"max_skips": "--on-nonfinite skip"}

@@ -21,6 +21,7 @@ from densefeed.system.terminal import print
 from densefeed.training.build import autocast_dtype, build_model
 from densefeed.training.compile import can_capture
 from densefeed.training.config import Config, first_difference
+from densefeed.training.optimizers import FUSED, is_fused
 from densefeed.training.ranks import ALONE, Ranks
 from densefeed.training.run_checkpoints import Checkpoints
 from densefeed.training.student import Student, build_student
@@ -172,7 +173,13 @@ def build_trainable(
             "--compile graph on several ranks does not average the gradients of shared weights; "
             "give --compile whole"
         )
-    return build_student(config.optim, model, trainable, ranks, dtype, captured)
+    student = build_student(config.optim, model, trainable, ranks, dtype, captured)
+    if captured and not is_fused(student.optimizer):
+        raise UserError(
+            f"--compile graph holds no update by {config.optim.optimizer}, which waits for the "
+            f"device; give --compile whole, or --optimizer {' or '.join(FUSED)}"
+        )
+    return student
 
 
 def recompute_activations(model: nn.Module, name: str) -> None:

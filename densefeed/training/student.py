@@ -7,13 +7,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from timm.optim import create_optimizer_v2
 from torch import Tensor, nn
 
 from densefeed.system.errors import UserError
 from densefeed.training.config import OptimOptions
 from densefeed.training.ema import WeightAverage
 from densefeed.training.guards import NonFiniteGuard
+from densefeed.training.optimizers import (
+    build_optimizer,
+    expect_state,
+    load_state,
+    select_state,
+    step_unless,
+)
 from densefeed.training.ranks import Ranks
 
 
@@ -78,33 +84,22 @@ class Student(NamedTuple):
         Raises UserError, and changes nothing, if it holds another state.
         """
         parts = {name: part for name, part in self.parts.items() if part is not None}
+        taken, expected = select_state(checkpoint.get("optimizer"), expect_state(self.optimizer))
         for name, part in parts.items():
             own, saved = part.state_dict(), checkpoint.get(name)
-            if name == "optimizer":
-                saved = saved.get("state") if isinstance(saved, dict) else None
-                own = expect_moments(self.optimizer, saved)
+            if part is self.optimizer:
+                # Most of its groups are options of the run, which are compared with its config.
+                own, saved = expected, taken
             if where := find_difference(own, saved, name):
                 raise UserError(
                     f"the checkpoint in {out} does not fit its run: {ascii(where)[1:-1][:100]} is "
                     "missing, of another kind or not finite; copy it again, or choose another --out"
                 )
         for name, part in parts.items():
-            state = checkpoint[name]
             if part is self.optimizer:
-                # The groups are options of the run, which are compared with its config.
-                state = part.state_dict() | {"state": state["state"]}
-            part.load_state_dict(state)
-
-
-def expect_moments(optimizer: torch.optim.Optimizer, saved: object) -> dict[int, dict]:
-    """Return the state of AdamW for the parameters that a saved state has, by their numbers."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    # A parameter that no loss reads has no state.
-    numbers = [n for n in range(len(parameters)) if isinstance(saved, dict) and n in saved]
-    return {
-        n: {"step": torch.zeros(())} | dict.fromkeys(("exp_avg", "exp_avg_sq"), parameters[n])
-        for n in numbers
-    }
+                load_state(part, taken)
+            else:
+                part.load_state_dict(checkpoint[name])
 
 
 def find_difference(own: object, saved: object, where: str) -> str:
@@ -131,10 +126,8 @@ def build_student(
     """Give `trainable`, which holds `model`, an optimizer, an EMA and guards.
 
     `dtype` is that of autocast. All modules must be on the device, BatchNorm synchronized if it is
-    to be. AdamW does not decay biases, norms and tables (timm's grouping). Its fused form takes
-    `found_inf`, which the guard relies on. What is trained beside the model has no EMA: the EMA is
-    for evaluation, which needs the model alone. A `captured` update averages gradients over ranks
-    itself, without DDP.
+    to be. What is trained beside the model has no EMA: the EMA is for evaluation, which needs the
+    model alone. A `captured` update averages gradients over ranks itself, without DDP.
     """
     if captured:
         ranks.broadcast(trainable)
@@ -143,9 +136,7 @@ def build_student(
         trainable=trainable,
         network=trainable if captured else ranks.parallel(trainable),
         ema=WeightAverage(model, optim.ema) if optim.ema else None,
-        optimizer=create_optimizer_v2(
-            trainable, "adamw", lr=optim.peak_lr, weight_decay=optim.weight_decay, fused=True
-        ),
+        optimizer=build_optimizer(optim.optimizer, trainable, optim.peak_lr, optim.weight_decay),
         scaler=torch.amp.GradScaler(ranks.device.type, enabled=dtype == torch.float16),
         guard=NonFiniteGuard(ranks.device, optim.on_nonfinite == "skip"),
         clip_grad=optim.clip_grad,
@@ -158,7 +149,8 @@ def update(
     """Do step number `step`, from 0: the gradient of the mean of `losses`, then new weights.
 
     Each of `losses` computes the loss of a part of this rank's batch. Returns their mean and the
-    norm of the gradient before clipping, float32 `[]` each. Nothing waits for the device.
+    norm of the gradient before clipping, float32 `[]` each. Nothing waits for the device but an
+    optimizer that is not fused.
     """
     student.guard.begin(step)
     results = descend(student, ranks, losses)
@@ -227,9 +219,7 @@ def apply_gradients(
         scaler.step(optimizer)
         scaler.update()
     else:
-        # The attribute that GradScaler sets too: at 1 a fused optimizer skips the update.
-        optimizer.found_inf = student.guard.update(norm)
-        optimizer.step()
+        step_unless(student.guard.update(norm), optimizer)
     optimizer.zero_grad(set_to_none=True)
     # Before the EMA, which averages buffers too.
     for buffer, old in before:

@@ -14,7 +14,7 @@ import densefeed.train as training
 from densefeed.models import checkpoints
 from densefeed.system.errors import UserError
 from densefeed.training import setup
-from densefeed.training.ranks import Ranks, StopVote, init_distributed
+from densefeed.training.ranks import ALONE, Ranks, StopVote, init_distributed
 from densefeed.training.setup import resolve
 
 from ..runs import model_for, objective_for
@@ -110,7 +110,9 @@ CASES = {
     # Only mixing combines samples in these networks, and partners are in one microbatch for any
     # number of ranks.
     "mixtoken": dict(model="lvvit_groupnorm", drop_path=0.0, mixtoken=True, outside="uniform"),
-    "cutmix": dict(model="test_vit", objective="ce", drop_path=0.0, mixtoken=False, cutmix=1.0),
+    "cutmix": dict(
+        model="test_vit", objective="ce", drop_path=0.0, mixtoken=False, cutmix=1.0, optimizer="sgd"
+    ),
     # The heads are inside the DDP module, and every sample has its own pairs. Both ranks have
     # batches of one aspect in the same steps, so a step has one grid.
     "drloc": dict(
@@ -192,6 +194,13 @@ def test_shared_weights_refuse_captured_updates_on_several_ranks(micro, tmp_path
     objective = objective_for(run)
     with pytest.raises(UserError, match="--compile graph on several ranks"):
         setup.build_trainable(run, objective, model_for(run), 2, Ranks(0, 2, torch.device("cpu")))
+
+
+def test_captured_updates_need_an_optimizer_that_does_not_wait(micro, tmp_path, monkeypatch):
+    monkeypatch.setattr(setup, "can_capture", lambda mode, _: mode == "graph")
+    run = micro(tmp_path, compile="graph", optimizer="nadamuon")
+    with pytest.raises(UserError, match=r"no update by nadamuon, .* --optimizer adam or adamw"):
+        setup.build_trainable(run, objective_for(run), model_for(run), 2, ALONE)
 
 
 @pytest.mark.slow

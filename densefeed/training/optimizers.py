@@ -1,0 +1,120 @@
+"""timm's optimizers by name: which can train, how an update is skipped, what a checkpoint holds."""
+
+from copy import deepcopy
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
+from torch import Tensor, nn
+
+from densefeed.system.errors import UserError
+
+# Their kernel leaves weights and moments as they are where `found_inf` is 1, without a host sync.
+# That of SGD does too, but a skipped first update leaves momenta of uninitialized memory.
+FUSED = ("adam", "adamw")
+# Other packages that need a GPU (bitsandbytes, Apex), and an optimizer with draws of its own, which
+# a checkpoint does not hold.
+LEFT_OUT = ["bnb*", "fused*", "kron*"]
+
+
+def optimizer_names() -> list[str]:
+    """Return the names of the optimizers that can train: timm's, of first order."""
+    names = list_optimizers(exclude_filters=LEFT_OUT)
+    return [name for name in names if not get_optimizer_info(name).second_order]
+
+
+def check_optimizer(name: str) -> None:
+    """Raise UserError for a name that is not one of `optimizer_names`."""
+    if name in (known := optimizer_names()):
+        return
+    problem = "cannot train here" if name in list_optimizers() else "is unknown to timm"
+    close = ", ".join(get_close_matches(name.lower(), known) or ["adamw"])
+    raise UserError(
+        f"--optimizer {name} {problem}; choose {close}, or another name of "
+        "timm.optim.list_optimizers()"
+    )
+
+
+def build_optimizer(
+    name: str, trainable: nn.Module, lr: float, weight_decay: float
+) -> torch.optim.Optimizer:
+    """Build timm's optimizer of this name, with timm's defaults and grouping.
+
+    Biases, norms and tables are not decayed. Muon and its relatives leave tensors of one dimension,
+    tables and depth-wise convolutions to AdamW.
+    """
+    fused = {"fused": True} if name in FUSED else {}
+    return create_optimizer_v2(trainable, name, lr=lr, weight_decay=weight_decay, **fused)
+
+
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer skips an update on the device."""
+    return bool(optimizer.defaults.get("fused"))
+
+
+def step_unless(flag: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Update the weights unless `flag`, float32 `[]`, is 1; only a fused optimizer does not wait.
+
+    PyTorch's GradScaler waits for the others too.
+    """
+    if is_fused(optimizer):
+        # The attribute that GradScaler sets too.
+        optimizer.found_inf = flag
+        optimizer.step()
+    elif not flag:
+        optimizer.step()
+
+
+# ------------------------------------------------------------------------- checkpoints
+
+
+def expect_state(optimizer: torch.optim.Optimizer) -> dict[str, dict]:
+    """Return the state after an update: of every parameter, and of every group, by their numbers.
+
+    A twin is updated with gradients of zero. Of a group it is what an update changes, such as a
+    count of steps; the rest are options of the run.
+    """
+    twin = deepcopy(optimizer)
+    before = deepcopy([group_options(group) for group in twin.param_groups])
+    for group in twin.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    step_unless(torch.zeros((), device=parameter.device), twin)
+    after = map(group_options, twin.param_groups)
+    changed = {
+        number: {k: v for k, v in new.items() if k not in old or old[k] != v}
+        for number, (old, new) in enumerate(zip(before, after, strict=True))
+    }
+    return {"state": twin.state_dict()["state"], "groups": changed}
+
+
+def group_options(group: dict[str, Any]) -> dict[str, Any]:
+    """Return what a group of parameters holds beside them."""
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def select_state(saved: object, expected: dict[str, dict]) -> tuple[dict, dict]:
+    """Return of a saved state what a resumed run takes, and what this must be like.
+
+    Both as `expect_state` does, which gives `expected`. Parameters that no loss reads are in
+    neither.
+    """
+    saved = saved if isinstance(saved, dict) else {}
+    state, groups = saved.get("state"), saved.get("param_groups")
+    read = state if isinstance(state, dict) else {}
+    own = expected | {"state": {n: one for n, one in expected["state"].items() if n in read}}
+    groups = groups if isinstance(groups, list) else []
+    old = dict(enumerate(group if isinstance(group, dict) else {} for group in groups))
+    taken = {
+        number: {name: old.get(number, {}).get(name) for name in names}
+        for number, names in expected["groups"].items()
+    }
+    return {"state": state, "groups": taken}, own
+
+
+def load_state(optimizer: torch.optim.Optimizer, taken: dict[str, dict]) -> None:
+    """Load what `select_state` took."""
+    own = optimizer.state_dict()
+    groups = [group | taken["groups"][n] for n, group in enumerate(own["param_groups"])]
+    optimizer.load_state_dict({"state": taken["state"], "param_groups": groups})

@@ -1,0 +1,161 @@
+"""timm's optimizers: equal to their own steps, skipped and resumed to the bit, refused by name."""
+
+import copy
+import io
+import math
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from timm.optim import create_optimizer_v2, param_groups_weight_decay
+from torch import nn
+
+from densefeed.system.errors import UserError
+from densefeed.training.config import OptimOptions
+from densefeed.training.optimizers import optimizer_names
+from densefeed.training.student import Student, update
+
+from .test_student import ALONE, float_state, loss, make_batch, make_student, network
+
+# Every kind of state: none before the first update, a count of steps in the group, two kinds of
+# parameters in one optimizer.
+SOME = ["adamw", "sgd", "lion", "nadamuon", "adan"]
+OTHERS = sorted(set(optimizer_names()) - set(SOME))
+every_name = pytest.mark.parametrize(
+    "name", [*SOME, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+)
+
+
+def train(student: Student, *steps: int, scale: float = 1.0) -> None:
+    for step in steps:
+        compute = partial(loss, student.model, make_batch(step, scale))
+        update(student, ALONE, step, [compute])
+
+
+def moments(student: Student) -> list[dict]:
+    return copy.deepcopy([dict(state) for state in student.optimizer.state.values()])
+
+
+def assert_same(one: object, other: object) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_the_default_is_fused_adamw_to_the_bit():
+    ours, twin = make_student(), network()
+    plain = torch.optim.AdamW(param_groups_weight_decay(twin, 0.05), lr=1e-2, fused=True)
+    train(ours, 0, 1, 2)
+    for step in range(3):
+        loss(twin, make_batch(step)).backward()
+        plain.step()
+        plain.zero_grad()
+    assert_same(float_state(ours.model), float_state(twin))
+
+
+@every_name
+def test_updates_are_timms_and_resume_to_the_bit(name):
+    """With weight decay on matrices alone; the state passes through a file, without pickles."""
+    ours, twin = make_student(optimizer=name, ema=0.9), network()
+    plain = create_optimizer_v2(twin, name, lr=1e-2, weight_decay=0.05)
+    train(ours, 0, 1)
+    file = io.BytesIO()
+    torch.save(ours.state(), file)
+    file.seek(0)
+    train(ours, 2, 3)
+    for step in range(4):
+        loss(twin, make_batch(step)).backward()
+        plain.step()
+        plain.zero_grad()
+    # timm's Adam is not fused, which rounds otherwise.
+    bound = 1e-6 if name.startswith("adam") else 0
+    torch.testing.assert_close(float_state(ours.model), float_state(twin), rtol=bound, atol=bound)
+    resumed = make_student(optimizer=name, ema=0.9)
+    resumed.restore(torch.load(file, weights_only=True), Path("run"))
+    train(resumed, 2, 3)
+    assert_same(float_state(resumed.model), float_state(ours.model))
+    assert_same(float_state(resumed.ema.module), float_state(ours.ema.module))
+
+
+@every_name
+@pytest.mark.parametrize("dtype", [None, torch.float16], ids=["fp32", "fp16"])
+def test_a_skipped_update_changes_nothing(name, dtype):
+    """Of the first updates, which create the moments, and of a later one."""
+    ours, clean = (make_student(dtype, optimizer=name, on_nonfinite="skip") for _ in range(2))
+    weights = float_state(ours.model)
+    train(ours, 0, scale=math.nan)
+    assert_same(float_state(ours.model), weights)
+    train(ours, 1, 2)
+    before, state = float_state(ours.model), moments(ours)
+    train(ours, 3, scale=math.inf)
+    assert_same(float_state(ours.model), before)
+    assert_same(moments(ours), state)
+    assert ours.guard.poll_sync() == (2, 0)
+    # The scale of float16, halved by a skip, is a power of 2 and changes no gradient.
+    train(clean, 1, 2)
+    assert_same(float_state(clean.model), before)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_weights_stay_those_of_the_bad_step_without_skip(name):
+    ours = make_student(optimizer=name)
+    train(ours, 0)
+    before = {key: parameter.clone() for key, parameter in ours.model.named_parameters()}
+    train(ours, 1, scale=math.inf)
+    train(ours, 2, 3)
+    assert_same(dict(ours.model.named_parameters()), before)
+    assert ours.guard.poll_sync()[1] == 1
+
+
+def damaged(state: dict, part: str) -> dict:
+    """A copy of a saved state with damage to the optimizer's."""
+    state = copy.deepcopy(state)
+    saved = state["optimizer"]
+    if part == "moments":
+        next(v for v in saved["state"][0].values() if isinstance(v, torch.Tensor)).fill_(math.nan)
+    elif part == "parameter":
+        saved["state"][99] = saved["state"].pop(0)
+    elif part == "state":
+        saved["state"] = [1]
+    elif part == "count":
+        del saved["param_groups"][0]["step"]
+    else:
+        saved["param_groups"] = "x"
+    return state
+
+
+@pytest.mark.parametrize("part", ["moments", "parameter", "state", "count", "groups"])
+def test_a_damaged_state_is_refused(part):
+    ours = make_student(optimizer="adan")
+    train(ours, 0)
+    other, weights = make_student(optimizer="adan"), float_state(network())
+    with pytest.raises(UserError, match="does not fit its run: optimizer"):
+        other.restore(damaged(ours.state(), part), Path("run"))
+    assert_same(float_state(other.model), weights)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nadamoun", "is unknown to timm; choose nadamuon, "),
+        ("AdamW", "is unknown to timm; choose adamw, "),
+        ("", "is unknown to timm; choose adamw, "),
+        ("adahessian", "cannot train here; choose "),
+        ("bnbadam", "cannot train here; choose nadam, "),
+    ],
+)
+def test_unknown_names_are_refused(name, message):
+    with pytest.raises(UserError, match=f"--optimizer {name} {message}"):
+        OptimOptions(optimizer=name)
+
+
+def test_parameters_without_gradients_have_no_state():
+    """No loss reads the second layer, so a checkpoint has no moments of it."""
+    students = [make_student(optimizer=name) for name in ("adamw", "nadamuon")]
+    for student in students:
+        idle: nn.Module = student.model[3]
+        compute = partial(loss, student.model[:3], make_batch(0))
+        update(student, ALONE, 0, [compute])
+        assert not any(p in student.optimizer.state for p in idle.parameters())
+        other = make_student(optimizer="adamw" if student is students[0] else "nadamuon")
+        other.restore(student.state(), Path("run"))
+        assert_same(moments(other), moments(student))

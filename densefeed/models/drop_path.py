@@ -10,17 +10,17 @@ from torch import Tensor, nn
 
 
 class BranchDropPath(DropPath):
-    """timm's DropPath of a branch that treats every sample alone.
+    """timm's DropPath of a branch that computes every sample independently.
 
-    With `skip`, `add_branch` computes the branch for the samples that keep it. Called as a module
-    it is timm's.
+    With `skip`, `add_branch` computes the branch only for the samples that keep it. Called as a
+    module it is timm's.
     """
 
     skip = False
 
 
 def branch_drop_path(rate: float, *branch: nn.Module) -> nn.Module:
-    """Return the DropPath of a branch that consists of these modules; for a rate of 0 no-op.
+    """Return the DropPath of a branch that consists of these modules; an Identity for a rate of 0.
 
     It can skip samples unless the branch has a BatchNorm, whose statistics are those of all images.
     """
@@ -43,8 +43,8 @@ def add_branch(
     """Return `x + drop_path(branch(x)) / divisor`, `[N, T, D]`.
 
     Where `drop_path` skips, the branch gets only the samples that keep it. The draw is timm's, so
-    the result is the same up to the rounding of a smaller batch. A loop over the number of kept
-    samples waits for a CUDA device, and a compiler would compile each number.
+    the result is the same up to rounding. The number of these samples is read on the host, which
+    waits for a GPU, and is another batch size for a compiler.
     """
     if drop_path.training and getattr(drop_path, "skip", False):
         return add_kept(x_NTD, branch, drop_path, divisor)

@@ -37,7 +37,7 @@ def run(path, x, seed, dtype=None):
     return out, [x.grad, *(p.grad for p in branch.parameters())], branch.counts
 
 
-@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("rate", [0.3, 0.5, 0.7])
 @pytest.mark.parametrize("count", [1, 2, 9])
 @pytest.mark.parametrize("scale", [True, False])
 def test_skipping_equals_the_mask_of_timm(rate, count, scale):
@@ -45,7 +45,7 @@ def test_skipping_equals_the_mask_of_timm(rate, count, scale):
     x = torch.randn(count, 3, 5, dtype=torch.float64)
     skipping, timms = BranchDropPath(rate, scale), DropPath(rate, scale)
     skipping.skip, kept = True, set()
-    for seed in range(20):
+    for seed in range(30):
         out, grads, (computed,) = run(skipping, x, seed)
         want, want_grads, _ = run(timms, x, seed)
         torch.testing.assert_close((out, grads), (want, want_grads), rtol=1e-12, atol=1e-12)

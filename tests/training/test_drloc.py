@@ -117,7 +117,7 @@ def test_combinations_train_and_change_heads(micro, tmp_path, name):
         (dict(drloc="all"), r"--drloc all reads the tokens of every block, .*give --no-mixtoken"),
         (
             dict(CE, drloc="ce", drloc_grid=0, sizes=((0, 16), (1, 32))),
-            r"ce has a class for each; choose one size",
+            r"ce has a class for each; choose one --size$",
         ),
         (
             dict(CE, drloc_grid=0, model="resnet18"),

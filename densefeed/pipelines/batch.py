@@ -90,8 +90,8 @@ def crop_batch(
         maps: the four map fields.
     """
     view_N23 = crop_views(*crops)
-    arrays = view_N23, visible_boxes(view_N23), *rows
-    return Batch(image, label, *map(torch.tensor, arrays), *maps, axis_aligned=True)
+    arrays = view_N23, visible_boxes(view_N23), *(field.copy() for field in rows)
+    return Batch(image, label, *map(torch.from_numpy, arrays), *maps, axis_aligned=True)
 
 
 @cache

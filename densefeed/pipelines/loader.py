@@ -6,7 +6,6 @@ it; the threads decode it without ever waiting for Python's lock, which a traini
 mode holds nearly all the time.
 """
 
-import math
 import sys
 import weakref
 from collections import deque
@@ -170,21 +169,20 @@ class Memory:
 
     def __init__(self) -> None:
         self.pinned = torch.cuda.is_available()
-        # Free blocks by their number of bytes.
+        # Free blocks by their shape and dtype.
         self._free = {}
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialized tensor on the CPU."""
         if self.pinned:
             return torch.empty(shape, dtype=dtype, pin_memory=True)
-        nbytes = math.prod(shape) * dtype.itemsize
-        free = self._free.setdefault(nbytes, [])
-        block = free.pop() if free else np.empty(nbytes, np.uint8)
+        free = self._free.setdefault((shape, dtype), [])
+        block = free.pop() if free else torch.empty(shape, dtype=dtype).numpy()
         # The tensor holds this view, so the view dies with the last tensor that shares the memory.
         view = block[:]
         # At exit no block is needed again, so the finalizers need not run then.
         weakref.finalize(view, free.append, block).atexit = False
-        return torch.from_numpy(view).view(dtype).view(shape)
+        return torch.from_numpy(view)
 
 
 @dataclass(eq=False)

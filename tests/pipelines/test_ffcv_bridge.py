@@ -195,7 +195,7 @@ def test_every_sample_appears_once_an_epoch_with_its_own_crop(got):
 class FixedPlan(EpochPlan):
     """A plan with the crops of another loader."""
 
-    def crops(self, epoch, ids, height, width, repeat=None, u=None):
+    def crops(self, epoch, ids, *given):
         return self.boxes[ids].astype(np.float64), self.flips[ids]
 
 

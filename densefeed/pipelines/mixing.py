@@ -118,15 +118,20 @@ def box_map(mix: Mix, grid: Grid) -> Tensor:
     The cells are a table of `grid` over the image.
     """
     top, left, bottom, right = mix.box_tlbr.unbind()
+    down, across = zip(split_grid(mix.grid), split_grid(grid), strict=True)
 
-    def cover(low: Tensor, high: Tensor, units: int, cells: int) -> Tensor:
-        edges = torch.arange(cells + 1, device=low.device) * (units / cells)
+    def find_edges(units: int, cells: int) -> Tensor:
+        return torch.arange(cells + 1, device=top.device) * (units / cells)
+
+    def cover(low: Tensor, high: Tensor, edges: Tensor, units: int, cells: int) -> Tensor:
         # The box has whole units of `mix.grid`, so it may cover a part of a cell.
         overlap = torch.minimum(edges[1:], high) - torch.maximum(edges[:-1], low)
         return overlap.clamp(min=0) * (cells / units)
 
-    (height, width), (rows, columns) = split_grid(mix.grid), split_grid(grid)
-    return cover(top, bottom, height, rows)[:, None] * cover(left, right, width, columns)
+    edges_y = find_edges(*down)
+    # Of a square once: two launches fewer.
+    edges_x = edges_y if across == down else find_edges(*across)
+    return cover(top, bottom, edges_y, *down)[:, None] * cover(left, right, edges_x, *across)
 
 
 def share_map(mix: Mix, grid: Grid) -> Tensor:

@@ -82,6 +82,14 @@ bench: $(READY)
 	$(RUN) -m benchmarks.step --model lvvit_micro --size 64 --batch 32 --steps 16 --objective token-label --loader ffcv \
 		--data bench/photographs-1024-1000/train.beton --json bench/step-loader.json
 
+TRACK ?= micro
+RECIPE ?= speedrun_micro
+# The speedrun by the rules of records/README.md: five seeds, and with CHANGE="what changed" a row in
+# its table. TRACK=imagenet needs RECIPE, DATA and VAL.
+record: $(READY)
+	$(RUN) -m benchmarks.record --track $(TRACK) --recipe $(RECIPE) $(if $(DATA),--data $(DATA)) $(if $(VAL),--val $(VAL)) \
+		$(if $(CHANGE),--change "$(CHANGE)")
+
 MINUTES ?= 10
 KILLS ?= 20
 ORIENTATIONS ?= 100
@@ -96,4 +104,4 @@ soak: $(READY)
 	SOAK_ORIENTATIONS=$(ORIENTATIONS) $(RUN) -m pytest -s tests/relabel/test_audit.py -k planted_orientations
 	SOAK_FILES=$(FILES) $(RUN) -m pytest -s tests/test_hostile.py tests/tools/test_hostile_checkpoints.py
 
-.PHONY: quickstart test test-slow test-oldest test-processors test-ports check fix docs gpu-check bench soak
+.PHONY: quickstart test test-slow test-oldest test-processors test-ports check fix docs gpu-check bench record soak

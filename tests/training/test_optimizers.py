@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from timm.optim import create_optimizer_v2, param_groups_weight_decay
+from timm.optim import create_optimizer_v2, muon, param_groups_weight_decay
 from torch import nn
 
 from densefeed.system.errors import UserError
 from densefeed.training.config import OptimOptions
-from densefeed.training.optimizers import optimizer_names
+from densefeed.training.optimizers import build_optimizer, optimizer_names
 from densefeed.training.student import Student, update
 
 from .test_student import ALONE, float_state, loss, make_batch, make_student, network
@@ -159,3 +159,18 @@ def test_parameters_without_gradients_have_no_state():
         other = make_student(optimizer="adamw" if student is students[0] else "nadamuon")
         other.restore(student.state(), Path("run"))
         assert_same(moments(other), moments(student))
+
+
+def test_muon_orthogonalizes_in_float32_on_a_cpu():
+    """To 1e-5; in bfloat16, as timm does it, the step would be off by 1e-2."""
+    layer, grad = nn.Linear(12, 8, bias=False), torch.randn(8, 12)
+    before, layer.weight.grad = layer.weight.detach().clone(), grad.clone()
+    build_optimizer("muon", layer, lr=1.0, weight_decay=0.0).step()
+    # The first momentum is a multiple of the gradient. The iterations change singular values alone.
+    u, values, v = torch.linalg.svd(grad.double(), full_matrices=False)
+    values = values / values.norm()
+    for a, b, c in muon.resolve_ns_coefficients("quintic", muon._COEFFICIENTS)[:5]:
+        values = a * values + b * values**3 + c * values**5
+    # timm matches the size of AdamW's updates: 0.2 times the root of the longer side.
+    want = -0.2 * math.sqrt(12) * (u * values) @ v
+    torch.testing.assert_close((layer.weight.detach() - before).double(), want, rtol=0, atol=1e-5)

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable
 from types import ModuleType
 
-from densefeed.recipes import bootstrapping, deit, dhvt, drloc, lvvit, micro
+from densefeed.recipes import bootstrapping, deit, dhvt, drloc, lvvit, micro, quickstart
 from densefeed.training.config import Config
 
 
@@ -21,6 +21,6 @@ def collect(module: ModuleType) -> list[Callable[[], Config]]:
 
 RECIPES = [
     recipe
-    for module in (lvvit, deit, bootstrapping, drloc, dhvt, micro)
+    for module in (lvvit, deit, bootstrapping, drloc, dhvt, micro, quickstart)
     for recipe in collect(module)
 ]

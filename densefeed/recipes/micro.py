@@ -1,11 +1,11 @@
-"""Recipes of the quickstart: small models on digit scenes."""
+"""Recipes of small models on the quickstart's digit scenes, for ablations and small datasets."""
 
 from densefeed.system.options import with_options
 from densefeed.training.config import Config
 
 
 def lvvit_micro_token_label() -> Config:
-    """The demo's student with token labels: digit scenes at 64 px, a minute on two CPU cores.
+    """A small LV-ViT with token labels: digit scenes at 64 px, a minute on two CPU cores.
 
     python train.py lvvit_micro_token_label --loader ffcv --data quickstart/train.beton \\
         --val quickstart/val.beton --out runs/token-label
@@ -35,7 +35,7 @@ def lvvit_micro_token_label() -> Config:
 
 
 def lvvit_micro_token_label_mixtoken() -> Config:
-    """The demo's student with token labels and MixToken; otherwise as lvvit_micro_token_label.
+    """A small LV-ViT with token labels and MixToken; otherwise as lvvit_micro_token_label.
 
     python train.py lvvit_micro_token_label_mixtoken --loader ffcv --data quickstart/train.beton \\
         --val quickstart/val.beton --out runs/mix
@@ -43,17 +43,8 @@ def lvvit_micro_token_label_mixtoken() -> Config:
     return with_options(lvvit_micro_token_label(), mixtoken=True)
 
 
-def lvvit_micro_token_label_published() -> Config:
-    """The demo's student with the published label geometry; otherwise lvvit_micro_token_label.
-
-    python train.py lvvit_micro_token_label_published --loader ffcv --data quickstart/train.beton \\
-        --val quickstart/val.beton --out runs/published
-    """
-    return with_options(lvvit_micro_token_label(), geometry="published", outside="uniform")
-
-
 def lvvit_micro_relabel() -> Config:
-    """The demo's student with one dense label per crop (ReLabel, arXiv 2101.05022).
+    """A small LV-ViT with one dense label per crop (ReLabel, arXiv 2101.05022).
 
     Otherwise as lvvit_micro_token_label.
 
@@ -64,7 +55,7 @@ def lvvit_micro_relabel() -> Config:
 
 
 def lvvit_micro_ce() -> Config:
-    """The demo's student with image labels only; otherwise as lvvit_micro_token_label.
+    """A small LV-ViT with image labels only; otherwise as lvvit_micro_token_label.
 
     python train.py lvvit_micro_ce --loader ffcv --data quickstart/train.beton \\
         --val quickstart/val.beton --out runs/ce
@@ -73,7 +64,7 @@ def lvvit_micro_ce() -> Config:
 
 
 def lvvit_micro_drloc() -> Config:
-    """The demo's student with image labels and DRLoc (arXiv 2106.03746) on its 8 x 8 tokens.
+    """A small LV-ViT with image labels and DRLoc (arXiv 2106.03746) on its 8 x 8 tokens.
 
     Otherwise as lvvit_micro_ce.
 
@@ -84,7 +75,7 @@ def lvvit_micro_drloc() -> Config:
 
 
 def lvvit_micro_token_label_drloc() -> Config:
-    """The demo's student with token labels and DRLoc; otherwise as lvvit_micro_token_label.
+    """A small LV-ViT with token labels and DRLoc; otherwise as lvvit_micro_token_label.
 
     python train.py lvvit_micro_token_label_drloc --loader ffcv --data quickstart/train.beton \\
         --val quickstart/val.beton \\
@@ -94,7 +85,7 @@ def lvvit_micro_token_label_drloc() -> Config:
 
 
 def nfnet_micro_ce() -> Config:
-    """The demo's teacher: a small NFNet with cross entropy, a minute on two CPU cores.
+    """A small NFNet with cross entropy, a minute on two CPU cores.
 
     python train.py nfnet_micro_ce --loader ffcv --data quickstart/train.beton \\
         --val quickstart/val.beton --out runs/teacher
@@ -111,7 +102,7 @@ def nfnet_micro_ce() -> Config:
 
 
 def dhvt_micro_ce() -> Config:
-    """A small DHVT on the demo's digit scenes; otherwise as lvvit_micro_ce.
+    """A small DHVT on digit scenes; otherwise as lvvit_micro_ce.
 
     python train.py dhvt_micro_ce --loader ffcv --data quickstart/train.beton \\
         --val quickstart/val.beton --out runs/dhvt
@@ -120,7 +111,7 @@ def dhvt_micro_ce() -> Config:
 
 
 def bootstrapping_micro_scratch() -> Config:
-    """A small vision transformer alone on the demo's digit scenes, 40 epochs.
+    """A small vision transformer alone on digit scenes, 40 epochs.
 
     No label smoothing; otherwise as lvvit_micro_ce.
 

@@ -11,9 +11,9 @@ Each row trains `lvvit_micro` (or `dhvt_micro`), 4 blocks at 64 pixels, for eigh
 minutes on two CPU cores. The rows of Bootstrapping ViTs train `bootstrapping_vit_micro` for forty
 epochs: six minutes, or fifteen with an agent. The printed table has the mean and the standard
 deviation over the seeds, and the figure of each seed; a seed changes scenes, teacher and students.
-Finished steps are kept, including those of `tools/quickstart.py --seeds`, so an interrupted call
-continues. Such short trainings show that a row works and in which direction it may point:
-differences within the deviations are inconclusive, and regularizers cost accuracy.
+Finished steps are kept, so an interrupted call continues; scenes, teacher and score maps are those
+of `tools/quickstart.py --seeds`. Such short trainings show that a row works and in which direction
+it may point: differences within the deviations are inconclusive, and regularizers cost accuracy.
 """
 
 from dataclasses import dataclass
@@ -151,8 +151,8 @@ def main(options: Ablations) -> None:
         packed, val = prepare_data(folder, seed, options)
         data = {"loader": "ffcv", "data": packed, "val": val}
         for name in options.rows:
-            # tools/quickstart.py uses the same folders, so its trainings are not repeated.
-            run = folder / "runs" / name
+            # Not in `runs`, where the quickstart's students of the same names are.
+            run = folder / "rows" / name
             train_model(run, f"Train the row {name}", RUNS[name], data, seed, options)
             top1[name].append(read_top1(run))
     show(top1, len(options.seeds))

@@ -5,13 +5,14 @@ tests/test_readme.py runs the whole flow.
 
 import json
 import os
+import sys
 
 import pytest
 
 from densefeed.system.errors import UserError
 from densefeed.tools import ablations
 from densefeed.tools.ablations import Ablations
-from densefeed.tools.quickstart import LABELS, PARTS, Quickstart, main
+from densefeed.tools.quickstart import LABELS, PARTS, Quickstart, main, run_command
 
 PURITY = {kind: dict.fromkeys(PARTS, 0.25) for kind in LABELS}
 
@@ -57,7 +58,9 @@ def test_a_damaged_result_of_a_finished_run_is_named(flow, content, fault):
         main(flow)
     assert fault in str(error.value)
     seed = flow.out.rename(flow.out.with_name("seed-0"))
-    with pytest.raises(UserError, match=rf"^{seed}/runs/ce/result.json is damaged \("):
+    (seed / "rows").mkdir()
+    (seed / "runs/ce").rename(seed / "rows/ce")
+    with pytest.raises(UserError, match=rf"^{seed}/rows/ce/result.json is damaged \("):
         ablations.main(Ablations(out=seed.parent, rows=("ce",)))
 
 
@@ -103,3 +106,13 @@ def test_the_path_of_the_report_is_printed_as_it_is(tmp_path, capsys, name):
     assert printed.endswith(f"Open the report in a browser: {tmp_path / name}/report.html\n")
     assert "50.0 %" in printed
     assert "25.0 %" in printed
+
+
+def test_commands_run_in_processes_of_their_own(capfd, monkeypatch):
+    """With their own arguments, output and exit code; this process keeps its own arguments."""
+    monkeypatch.setattr(sys, "argv", ["pytest"])
+    assert run_command(["tools/make_digit_scenes.py", "--help"]) == 0
+    assert "--out" in capfd.readouterr().out
+    assert run_command(["tools/make_digit_scenes.py", "--out", "x", "--train", "9"]) == 2
+    assert "--train" in capfd.readouterr().err
+    assert sys.argv == ["pytest"]

@@ -9,6 +9,7 @@ the tables of records/README.md.
 """
 
 import csv
+import os
 import shutil
 import statistics
 import subprocess
@@ -114,10 +115,14 @@ def train_seed(options: Record, seed: int) -> Training:
     shutil.rmtree(out, ignore_errors=True)
     words = [options.recipe, "--loader", "ffcv", "--data", data, "--val", val]
     words += ["--out", out, "--seed", seed]
+    # Two threads of PyTorch took 20 s where one took 24, but up to 107 s on a machine with other
+    # work. With one the second core decodes, and a seed gives the same weights in every run.
+    variables = os.environ | ({"OMP_NUM_THREADS": "1"} if micro else {})
+    command = [sys.executable, "-m", "densefeed.train", *map(str, words)]
     # Child processes inherit the cores.
     with use_cores(2) if micro else nullcontext():
         start = time.perf_counter()
-        done = subprocess.run([sys.executable, "-m", "densefeed.train", *map(str, words)])
+        done = subprocess.run(command, env=variables)
         seconds = time.perf_counter() - start
     if done.returncode:
         sys.exit(done.returncode)

@@ -107,4 +107,4 @@ def speedrun_micro() -> Config:
     python train.py speedrun_micro --loader ffcv --data quickstart/train.beton \\
         --val quickstart/val.beton --out runs/speedrun
     """
-    return with_options(quickstart_token_label(), epochs=2)
+    return with_options(quickstart_token_label(), sizes=((0, 24), (1, 48)))

@@ -177,9 +177,9 @@ def train_model(
         # An interrupted training continues from its last checkpoint.
         resume="auto",
         epochs=options.epochs,
-        # The steps are so small that a second thread saves a third of their time, and on a busy
-        # machine, where threads wait for each other, costs twice the time. With one, a seed gives
-        # the same weights in every run.
+        # With one thread a seed gives the same weights in every run. The steps are so small that a
+        # second thread took 22 s where one took 25; on a machine with other work, where threads
+        # wait for each other, it took up to 107 s.
         threads=1,
     )
 

@@ -160,14 +160,14 @@ def read_environment(folder: Path) -> dict:
 def make_row(run: RunRecord, runs: list[RunRecord]) -> dict:
     """Return a run's row in the table of results.
 
-    `differs` lists its options that not all `runs` share.
+    `differs` lists its options whose values more than half of the `runs` do not share.
     """
     last, kinds = run.val[-1] if run.val else {}, {"top1": "", "top1_ema": "EMA"}
     others = [dict(leaves(other.config)) for other in runs]
     options = [
         f"{name.replace('_', '-')} {format_value(value)}"
         for name, value in leaves(run.config)
-        if name not in PLACES and any(other[name] != value for other in others)
+        if name not in PLACES and 2 * sum(other[name] == value for other in others) <= len(runs)
     ]
     row = {
         "name": run.name,
@@ -457,6 +457,15 @@ def replay(runs: list[RunRecord], boxes: Path | None) -> dict:
 # ------------------------------------------------------------------------- page
 
 
+def draw_curves(runs: list[RunRecord]) -> list[tuple[str, dict]]:
+    """Return titles and curves of accuracy and loss, without those that would be single points."""
+    curves = [
+        ("top-1 on the validation set by epoch", curve(runs, "val", "top1", True)),
+        ("training loss by epoch", curve(runs, "train", "loss", False)),
+    ]
+    return [(t, plot) for t, plot in curves if any(len(x["points"]) > 1 for x in plot["lines"])]
+
+
 def curve(runs: list[RunRecord], kind: str, value: str, percent: bool) -> dict:
     """Return one value of all runs over epochs: lines in a 100 x 100 frame, and the axes' ticks."""
     series = [
@@ -515,8 +524,7 @@ def main(report: Report) -> None:
         environment=environment,
         rows=[make_row(run, runs) for run in runs],
         last=runs[-1],
-        accuracy=curve(runs, "val", "top1", True),
-        losses=curve(runs, "train", "loss", False),
+        curves=draw_curves(runs),
         **crops,
     )
     with replace_file(out) as part:

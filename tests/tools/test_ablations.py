@@ -104,7 +104,7 @@ def test_rows_are_trained_kept_and_tabulated(command, tmp_path):
     rows = ("relabel-cutmix", "mlp-ratio-3")
     sizes = ("--train", 60, "--val", 20, "--epochs", 1)
     words = "tools/ablations.py", "--out", tmp_path, *sizes, "--rows", *rows, "--seeds"
-    results = {name: tmp_path / "seed-1" / "runs" / name for name in rows}
+    results = {name: tmp_path / "seed-1" / "rows" / name for name in rows}
     results["mlp-ratio-3"].mkdir(parents=True)
     # This row has finished earlier.
     (results["mlp-ratio-3"] / "result.json").write_text(json.dumps({"top1": 0.25}))

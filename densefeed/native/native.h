@@ -83,7 +83,7 @@ typedef struct {
     int32_t height, width; /* as recorded in the dataset; a JPEG of another size is damaged */
     double top, left, box_height, box_width; /* the crop, pixels */
     int32_t flip, status;
-    float took[4]; /* microseconds, see the enum below; the first crop of an image has them for all */
+    float took[4]; /* microseconds; of crops decoded together, the first has READ and DECODE */
     char message[MESSAGE];
 } Sample;
 enum { LABELS, READ, DECODE, RESAMPLE };

@@ -231,7 +231,8 @@ static void sample_decode(
     Picture own;
     const Picture *picture = shared ? shared : &own;
     double at[4] = {microseconds()};
-    sample->message[0] = 0;
+    /* All of it: an earlier message would remain behind a zero. */
+    memset(sample->message, 0, sizeof sample->message);
     /* Score maps come first: they are then complete if the image is left to the caller. */
     sample->status = OK;
     if (n == first || batch->samples[first].status != OK || !copy_map(batch, first, n))
@@ -262,7 +263,6 @@ void samples_decode(const Batch *batch, int first, int count, Scratch *scratch) 
     int together = count > 1 && sample->length > 0
         && decode(sample, count, scratch, batch, NULL, &picture) == OK;
     double reading = scratch->reading, decoding = microseconds() - begin - reading;
-    if (!together) memset(sample->message, 0, sizeof sample->message);
     for (int n = first; n < first + count; n++)
         sample_decode(batch, first, n, scratch, together ? &picture : NULL);
     if (together) sample->took[READ] = (float)reading, sample->took[DECODE] = (float)decoding;

@@ -285,7 +285,8 @@ class Bootstrapping(Objective):
                     self.feature_loss(output.tokens, output.maps, torch.ones(1))
                 except (ValueError, RuntimeError, AssertionError) as error:
                     why = first_line(error)
-                    option = "--sizes" if len(self.setting.shapes) > 1 else "--size"
+                    several = len(self.setting.shapes) > 1
+                    option = "--sizes or --multi-scale" if several else "--size"
                     fit = " or ".join(map(str, self.nearby_sizes(joint, side)))
                     raise UserError(
                         f"--bootstrap {self.options.mode} cannot train at {side} px ({why}); "

@@ -49,6 +49,26 @@ def bare(folder, tmp_path_factory, command):
     return out
 
 
+def test_repeats_of_an_image_share_its_memory(folder, monkeypatch):
+    """So that the decoder sees that they are one image; a file that is gone fails for each."""
+    source = FolderSource(folder, "train", threads=2)
+    gone = Images(folder, split="train").where(2)
+    encoded = source.begin(np.array([5, 5, 5, 3, 5])).wait()
+    first, second, third, other, again = encoded.samples
+    assert first == second == third
+    assert len({first["bytes"], other["bytes"], again["bytes"]}) == 3
+    assert (first["length"], first["height"]) == (again["length"], again["height"])
+
+    def missing(index):
+        raise FileNotFoundError(2, "gone", gone)
+
+    monkeypatch.setattr(source._images, "read", missing)
+    encoded = source.begin(np.array([2, 2])).wait()
+    assert list(encoded.errors) == [0, 1]
+    assert encoded.errors[0] == encoded.errors[1]
+    source.close()
+
+
 def batches_of(source, kind=ThreadedLoader, **options):
     plan = EpochPlan(
         num_samples=len(source.labels), batch=4, seed=3, mode="train", sizes=((0, 32),)

@@ -438,7 +438,7 @@ def test_feature_weight_decay(config, decay, shares):
         ),
         (
             dict(sizes=((0, 32), (1, 40))),
-            r"cannot train at 40 px .* choose another --sizes \(32 or 48 px fit\), --agent",
+            r"cannot train at 40 px .* --sizes or --multi-scale \(32 or 48 px fit\), --agent",
         ),
         (
             dict(size=72),

@@ -9,7 +9,17 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 NATIVE = "densefeed/native"
-SOURCES = ("batch", "checksum", "maps", "resample", "sample", "scratch", "segments", "turbo")
+SOURCES = (
+    "batch",
+    "checksum",
+    "maps",
+    "planes",
+    "resample",
+    "sample",
+    "scratch",
+    "segments",
+    "turbo",
+)
 
 
 class BuildNative(build_ext):

@@ -188,6 +188,8 @@ def can_read(name: str, data: BenchmarkSet, required: bool) -> bool:
         reason = f"its file format cannot number {data.num_classes:,} classes"
     elif PEERS[name].maps and data.maps is None:
         reason = f"{data.beton} has no score maps"
+    elif name.startswith("ffcv-planes") and data.planes is None:
+        reason = "only the generated images are packed as planes"
     else:
         return True
     if required:

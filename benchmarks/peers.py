@@ -6,6 +6,7 @@ Ours, with the plan's crops; with `+labels` every batch has its score maps:
 
 - `ffcv`, `folder` (`+labels`): from a .beton or a folder.
 - `ffcv-2-crops` (`+labels`): two crops of each image, `--repeats 2`.
+- `ffcv-planes` (`+labels`): from a .beton of color planes; only with the generated images.
 - `dali-cpu`, `dali-gpu` (`+labels`): from the same .beton, decoded by DALI.
 - `dali-gpu+ffcv+labels`: two of ours at once with half of the threads each; two epochs in total.
 
@@ -90,6 +91,8 @@ class BenchmarkSet(NamedTuple):
 
     folder: Path  # class folders of JPEGs
     beton: Path  # ours, with score maps if there are any
+    # The same with images stored as planes; None for given data, of which it may be too large.
+    planes: Path | None
     stock: Path  # a .beton of the folder's JPEG bytes, without score maps
     maps: Path | None  # the score maps as HDF5, in the folder's order
     # The score maps as one .pt file per image; None also where float16 cannot hold all class ids.
@@ -153,14 +156,16 @@ class Peer(Protocol):
 class OurLoader:
     """One of our loaders, with or without score maps of the same files.
 
-    The loaders are `ffcv`, `folder`, `dali-cpu` and `dali-gpu`. Each image comes `repeats` times.
+    The loaders are `ffcv`, `ffcv-planes`, `folder`, `dali-cpu` and `dali-gpu`. Each image comes
+    `repeats` times.
     """
 
     def __init__(self, kind: str, labels: bool, config: PeerConfig, repeats: int = 1) -> None:
         data, folder = config.data, kind == "folder"
+        beton = data.planes if kind == "ffcv-planes" else data.beton
         options = DataOptions(
             loader=kind.partition("-")[0],
-            train=data.folder if folder else data.beton,
+            train=data.folder if folder else beton,
             # A .beton holds its own maps.
             score_maps=data.maps if folder and labels else None,
             threads=config.threads,
@@ -744,6 +749,7 @@ PEERS = {
     **our_entries("ffcv"),
     "ffcv-2-crops+labels": Entry(partial(OurLoader, "ffcv", True, repeats=2), maps=True),
     "ffcv-2-crops": Entry(partial(OurLoader, "ffcv", False, repeats=2)),
+    **our_entries("ffcv-planes"),
     **our_entries("folder"),
     **our_entries("dali-cpu", *DALI),
     **our_entries("dali-gpu", *DALI, require_gpu),

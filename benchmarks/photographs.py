@@ -24,7 +24,7 @@ from PIL import Image
 
 from benchmarks.peers import BenchmarkSet
 from densefeed.pipelines.ffcv import FfcvSource
-from densefeed.storage.beton import Beton
+from densefeed.storage.beton import JPEG, Beton
 from densefeed.storage.geometry import WHOLE
 from densefeed.storage.images import Images
 from densefeed.storage.score_maps import ScoreMaps, ScoreMapStore, ScoreMapWriter, StoreHeader
@@ -54,13 +54,15 @@ def sample_dataset(cache: Path, images: int, classes: int) -> BenchmarkSet:
     make_once(folder, lambda part: write_crops(part, images, classes))
     if not maps.exists():
         write_maps(maps, draw_maps(images, classes), folder, classes, "random", "zero-logit")
-    # Always packed, so that the file measured is that of the current packer.
-    beton = home / "train.beton"
-    beton.unlink(missing_ok=True)
-    # The packer's own table would be confusing here.
-    with redirect_stdout(io.StringIO()):
-        pack_dataset.main(pack_dataset.Packing(data=folder, maps=maps, out=beton))
-    return add_peer_formats(home, folder, maps, beton)
+    beton, planes = home / "train.beton", home / "planes.beton"
+    for path, form in ((beton, "jpeg"), (planes, "planes")):
+        # Always packed, so that the file measured is that of the current packer.
+        path.unlink(missing_ok=True)
+        packing = pack_dataset.Packing(data=folder, maps=maps, out=path, form=form)
+        # The packer's own table would be confusing here.
+        with redirect_stdout(io.StringIO()):
+            pack_dataset.main(packing)
+    return add_peer_formats(home, folder, maps, beton)._replace(planes=planes)
 
 
 def beton_dataset(beton: Path, folder: Path | None, cache: Path) -> BenchmarkSet:
@@ -111,7 +113,7 @@ def add_peer_formats(home: Path, folder: Path, maps: Path | None, beton: Path) -
     paths = tuple(map(images.where, range(len(images))))
     plain = Beton(stock)
     sizes = plain.labels, plain.heights, plain.widths
-    return BenchmarkSet(folder, beton, stock, maps, published, paths, *sizes, num_classes)
+    return BenchmarkSet(folder, beton, None, stock, maps, published, paths, *sizes, num_classes)
 
 
 def make_once(path: Path, make: Callable[[Path], None]) -> None:
@@ -229,10 +231,10 @@ def write_stock(path: Path, folder: Path) -> None:
 def unpack(beton: Beton, folder: Path) -> None:
     """Write the JPEGs of a .beton as `<class>/<sample>.jpg`."""
     for number, label in enumerate(beton.labels.tolist()):
-        encoded, raw = beton.image(number)
-        if raw:
+        encoded, mode = beton.image(number)
+        if mode != JPEG:
             raise UserError(
-                f"{beton.path} image {number} is raw pixels; the benchmark's peers read only JPEGs"
+                f"{beton.where(number)} is not a JPEG; the benchmark's peers read only JPEGs"
             )
         # With leading zeros the order of names, in which the folder is read, is that of numbers.
         path = folder / f"{label:06d}" / f"{number:08d}.jpg"

@@ -18,7 +18,10 @@ NATIVE = Path(__file__).parents[1] / "densefeed" / "native"
 HERE = Path(__file__).parent / "native"
 FLAGS = ("-std=gnu11", "-fwrapv", "-Wall", "-Wextra", "-Wno-psabi", f"-I{NATIVE}")
 LIBRARIES = ("-ljpeg", "-lm", "-lpthread")
-SOURCES = ("batch", "checksum", "maps", "resample", "sample", "scratch", "segments", "turbo")
+SOURCES = (
+    *("batch", "checksum", "maps", "planes", "resample", "sample", "scratch", "segments"),
+    "turbo",
+)
 
 
 def compile_c(out: Path, sources: list[Path], *flags: str) -> Path:

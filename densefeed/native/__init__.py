@@ -39,8 +39,8 @@ from densefeed.system.errors import UserError, check_byte_order
 LIBRARY = Path(__file__).with_name("libdensefeed.so")
 # Status of a sample.
 OK, DAMAGED, UNSUPPORTED, UNREADABLE, NO_MEMORY = range(5)
-# Kinds of encoded image; RAW is rows of RGB.
-JPEG, RAW = range(2)
+# Kinds of stored image: RAW is rows of RGB, PLANES what a JPEG decodes to (`planes`).
+JPEG, RAW, PLANES = range(3)
 # Filters, antialiased like Pillow's.
 BILINEAR, BICUBIC = range(2)
 STAGES = ("labels", "read", "decode", "resample")
@@ -82,7 +82,7 @@ CUT = np.dtype(
         # In: address of a buffer of the sample's length. Out: address of the JPEG, maybe the
         # sample's own bytes.
         ("bytes", "u8"),
-        # Of the JPEG; 0: the image is raw or its status is not OK.
+        # Of the JPEG; 0: the image is not one, or its status is not OK.
         ("length", "i8"),
         # The JPEG's region of the stored image, pixels.
         ("top", "i4"),
@@ -155,6 +155,7 @@ def library() -> CDLL:
         "submit": [c_void_p, c_void_p],
         "wait": [c_void_p, c_void_p, c_double, c_int],
         "transcode": [*encoded, c_int, c_void_p, c_void_p, c_char_p],
+        "planes": [*encoded, c_int, c_int, c_void_p, c_void_p, c_char_p],
         "probe": [*encoded, c_void_p, c_void_p, c_char_p],
         "check_frame": [*encoded, c_char_p],
         "limit": [c_int64],
@@ -212,6 +213,20 @@ def transcode(encoded: bytes, interval: int) -> bytes:
     """
     out, length = c_void_p(), c_size_t()
     _call("transcode", encoded, interval, byref(out), byref(length))
+    try:
+        return string_at(out, length.value)
+    finally:
+        library().densefeed_free(out)
+
+
+def planes(encoded: bytes) -> bytes:
+    """Decode a JPEG to its planes (Y, Cb and Cr in most files), for images of `kind` PLANES.
+
+    The planes have the resolution that the file has, so crops of them have the same pixels as crops
+    of the JPEG. JpegError if the file is damaged or neither grayscale nor RGB.
+    """
+    out, length = c_void_p(), c_size_t()
+    _call("planes", encoded, *probe(encoded), byref(out), byref(length))
     try:
         return string_at(out, length.value)
     finally:
@@ -471,14 +486,28 @@ def _close(handle: int, pid: int, waiting: list[Job], lock: threading.RLock) -> 
 def check(encoded: bytes, height: int, width: int, kind: int = JPEG) -> None:
     """Validate a JPEG by decoding it completely and verifying all checksums of its index.
 
-    Of raw pixels (`kind` RAW) only the size is checked. JpegError if the image is damaged, has
-    another size, or is not supported by this decoder.
+    Of raw pixels and planes (`kind`) only the size is checked. JpegError if the image is damaged,
+    has another size, or is not supported by this decoder.
     """
+    # The smallest useful output: only the decoding matters, and it reads the whole image.
+    _decode_whole(encoded, (height, width), kind, (8, 8))
+
+
+def decode(encoded: bytes, height: int, width: int, kind: int) -> np.ndarray:
+    """Decode a whole stored image of `kind`: uint8 `[height, width, 3]`. JpegError as `check`."""
+    return _decode_whole(encoded, (height, width), kind, (height, width))
+
+
+def _decode_whole(
+    encoded: bytes, extent: tuple[int, int], kind: int, size: tuple[int, int]
+) -> np.ndarray:
+    """Decode an image of `extent` (height, width) and resize it to `size`; JpegError as `check`."""
     content, sample = np.frombuffer(encoded, np.uint8), np.zeros(1, SAMPLE)
     sample["bytes"], sample["length"] = content.ctypes.data, len(content)
-    sample["height"], sample["width"], sample["kind"] = height, width, kind
-    sample["box_tlhw"] = 0, 0, height, width
-    # The smallest useful output: only the decoding matters, and it reads the whole image.
-    Job(sample, np.empty((1, 8, 8, 3), np.uint8), keep=content).decode()
+    sample["height"], sample["width"], sample["kind"] = *extent, kind
+    sample["box_tlhw"] = 0, 0, *extent
+    pixels = np.empty((1, *size, 3), np.uint8)
+    Job(sample, pixels, keep=content).decode()
     if sample["status"][0] != OK:
         raise JpegError(int(sample["status"][0]), sample["message"][0])
+    return pixels[0]

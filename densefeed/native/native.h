@@ -66,7 +66,7 @@ extern int64_t most_pixels;
 
 /* DAMAGED: refused for good. UNSUPPORTED: the caller may try another decoder. */
 enum { OK = 0, DAMAGED = 1, UNSUPPORTED = 2, UNREADABLE = 3, NO_MEMORY = 4 };
-enum { JPEG = 0, RAW = 1 };
+enum { JPEG = 0, RAW = 1, PLANES = 2 };
 enum { BILINEAR = 0, BICUBIC = 1 }; /* antialiased like Pillow's */
 
 /* Return the status of a call from the enclosing function unless it is OK. */
@@ -79,7 +79,7 @@ enum { BILINEAR = 0, BICUBIC = 1 }; /* antialiased like Pillow's */
 typedef struct {
     const uint8_t *bytes; /* the encoded image in memory; NULL: read it from `file` */
     int64_t offset, length;
-    int32_t file, kind; /* file descriptor; JPEG or RAW (rows of RGB) */
+    int32_t file, kind; /* file descriptor; JPEG, RAW (rows of RGB) or PLANES (planes.c) */
     int32_t height, width; /* as recorded in the dataset; a JPEG of another size is damaged */
     double top, left, box_height, box_width; /* the crop, pixels */
     int32_t flip, status;
@@ -105,7 +105,7 @@ typedef struct {
 /* Instead of pixels: a validated JPEG that contains at least the crop, for another decoder. */
 typedef struct {
     uint8_t *bytes; /* in: room for the sample's length; out: the JPEG, maybe sample.bytes */
-    int64_t length; /* of the JPEG; 0: the image is raw or its status is not OK */
+    int64_t length; /* of the JPEG; 0: the image is not one, or its status is not OK */
     int32_t top, left, height, width; /* the JPEG's region of the stored image, pixels */
     /* length << 32 | CRC-32, of the whole image or, if it has our index, of its header. In: of bytes
      * that passed validation before, or 0; an image with another value is entropy-decoded in full.
@@ -152,7 +152,7 @@ typedef struct {
 typedef struct {
     uint8_t *data;
     int step, left, top, width, height;
-    int ratio_x, ratio_y; /* full-resolution pixels per pixel of this plane: 1, 2 or 4 */
+    int ratio_x, ratio_y; /* full-resolution pixels per pixel of this plane: 1 to 4 */
     int extent_x, extent_y;
 } Plane;
 
@@ -194,6 +194,7 @@ int map_check(const Limits *limits, int32_t *seen, const uint8_t *logit, const u
 int sample_map(const Batch *batch, int n, Sample *sample, Scratch *scratch);
 int samples_of_image(const Batch *batch, int first);
 void samples_decode(const Batch *batch, int first, int count, Scratch *scratch);
+int planes_decode(Sample *sample, Scratch *scratch, Box box, Picture *picture);
 int segments_header(const uint8_t *bytes, size_t length);
 int segments_decode(Sample *sample, Scratch *scratch, const uint8_t *head, size_t head_length,
     const Boxes *boxes, Picture *picture);

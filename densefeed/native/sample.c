@@ -110,7 +110,10 @@ static int decode(Sample *sample, int count, Scratch *scratch, const Batch *batc
     Boxes boxes;
     TRY(find_boxes(sample, count, &boxes));
     Box box = boxes.around;
-    if (sample->kind == RAW) return cut ? OK : raw_decode(sample, scratch, box, picture);
+    if (sample->kind != JPEG) {
+        if (cut) return OK;
+        return (sample->kind == RAW ? raw_decode : planes_decode)(sample, scratch, box, picture);
+    }
     TRY(open_jpeg(sample, scratch, &bytes, &header));
     if (cut && header) return segments_cut(sample, scratch, bytes, header, box, cut);
     if (cut) return give_whole(sample, scratch, bytes, cut);

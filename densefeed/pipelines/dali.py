@@ -12,8 +12,8 @@ Before DALI, the native threads read the bytes and cut the segments that the cro
 indexed JPEG, checking their checksums. They check all of a JPEG that was not checked before, which
 the CRC-32 of its header (with index) or of its bytes tells (33 kB take 3 µs), since DALI decodes
 most damage as pixels, and the rest breaks its pipeline. The native decoder decodes, or refuses as
-in the other loaders, what DALI cannot: raw pixels, JPEGs with damage (without an index perhaps
-outside the crop), and any run that breaks the pipeline.
+in the other loaders, what DALI cannot: raw pixels, planes, JPEGs with damage (without an index
+perhaps outside the crop), and any run that breaks the pipeline.
 
 Over 500 px photographs cut JPEGs are on average 0.34 as long as whole ones, and on a CPU DALI then
 decodes 1.2 times as many as with its own region decoder on whole JPEGs. On a CPU the native threads
@@ -699,8 +699,8 @@ class DaliLoader(ThreadedLoader):
         self, encoded: Encoded, ids: np.ndarray, shape: Shape, maps: MapRows | None
     ) -> _Work:
         samples, parts = encoded.samples, maps and maps.parts
-        # DALI gets no raw images, so they need no room.
-        lengths = np.where(samples["kind"] == native.RAW, 0, samples["length"])
+        # DALI gets no raw images and no planes, so they need no room.
+        lengths = np.where(samples["kind"] == native.JPEG, samples["length"], 0)
         room = np.empty(int(lengths.sum()), np.uint8)
         cuts = np.zeros(len(ids), native.CUT)
         cuts["bytes"] = room.ctypes.data + np.cumsum(lengths) - lengths

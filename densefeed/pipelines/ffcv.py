@@ -82,20 +82,28 @@ class FfcvSource(StoreMaps):
         samples = np.zeros(len(ids), native.SAMPLE)
         samples["file"] = np.array(beton.descriptors, np.int32)[beton.images.file[ids]]
         samples["offset"], samples["length"] = beton.images.offset[ids], beton.images.size[ids]
-        samples["kind"] = np.where(beton.raw[ids], native.RAW, native.JPEG)
+        samples["kind"] = beton.modes[ids]
         samples["height"], samples["width"] = beton.heights[ids], beton.widths[ids]
         # The native threads read the file, so there is nothing to wait for here.
         return Fetch(lambda: Encoded(samples, {}), lambda: None)
 
     def image(self, index: int) -> Image.Image:
-        encoded, raw = self._beton.image(index)
-        if raw:
-            extent = int(self._beton.widths[index]), int(self._beton.heights[index])
-            return Image.frombytes("RGB", extent, encoded)
-        return decode(encoded, self.where(index))
+        encoded, mode = self._beton.image(index)
+        if mode == native.JPEG:
+            return decode(encoded, self.where(index))
+        extent = int(self._beton.heights[index]), int(self._beton.widths[index])
+        try:
+            return Image.fromarray(native.decode(encoded, *extent, mode))
+        except native.JpegError as error:
+            raise UserError(f"{self.where(index)} is damaged ({error}); {self.remedy}") from error
 
     def extents(self) -> tuple[np.ndarray, np.ndarray]:
         return self._beton.heights, self._beton.widths
+
+    def estimate_planes(self) -> int:
+        """Estimate the bytes that its JPEGs would take as planes of 4:2:0; 0 if it has none."""
+        jpegs = self._beton.modes == native.JPEG
+        return int(1.5 * (self._beton.heights * self._beton.widths.astype(np.int64))[jpegs].sum())
 
     def map_rows(self, ids: np.ndarray, memory: Memory) -> MapRows:
         if self._store is not None:

@@ -40,7 +40,8 @@ class Encoded(NamedTuple):
 
     A source starts from `np.zeros(N, native.SAMPLE)` and fills these fields, the loader the others:
 
-    - `kind`: `native.JPEG`, or `native.RAW` for rows of RGB bytes, 3 * height * width of them.
+    - `kind`: `native.JPEG`, `native.RAW` for rows of RGB bytes, 3 * height * width of them, or
+      `native.PLANES`.
     - `height`, `width` of the stored image, pixels. The decoder refuses a JPEG of another size.
     - In memory: `bytes`, the address of the encoded image, and `length` in bytes.
     - In a file: `bytes` 0, `file`, a descriptor that stays open until `Source.close`, and `offset`

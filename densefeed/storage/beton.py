@@ -2,11 +2,12 @@
 
     python tools/beton.py verify FILE...      read all checked bytes and list the damaged samples
 
-Only stock field types are used, so `ffcv.loader.Loader` 1.0.2 opens files of DenseFeed. Third-party
-files open too, if the first RGB image field holds JPEGs or raw pixels and the first int field is
-the label. Metadata that FFCV has no place for (class names, teacher, fingerprint, checksums) is
-stored as notes between FFCV's metadata and the first page. The unused tail of the image field's
-1,024 argument bytes holds the position of the notes. FFCV reads neither.
+Only stock field types are used, so `ffcv.loader.Loader` 1.0.2 opens files of DenseFeed, except
+those with images stored as planes, which have another version number. Third-party files open too,
+if the first RGB image field holds JPEGs or raw pixels and the first int field is the label.
+Metadata that FFCV has no place for (class names, teacher, fingerprint, checksums) is stored as
+notes between FFCV's metadata and the first page. The unused tail of the image field's 1,024
+argument bytes holds the position of the notes. FFCV reads neither.
 """
 
 import hashlib
@@ -67,10 +68,13 @@ METADATA = {
 }
 # Types with one entry per sample in the allocation table.
 ALLOCATED = (RGB, BYTES, NDARRAY, JSON, TENSOR)
-# FFCV's modes of an image.
-JPEG, RAW = 0, 1
-# Version of FFCV's format that ffcv 1.0.2 reads and writes.
-VERSION = 2
+# Modes of an image. JPEG and RAW (rows of RGB) are FFCV's, PLANES (native/planes.c) is DenseFeed's.
+JPEG, RAW, PLANES = native.JPEG, native.RAW, native.PLANES
+# Version of FFCV's format that ffcv 1.0.2 reads and writes, and the version of a file with PLANES.
+# ffcv, which would read beyond the end of such images, refuses other versions than its own.
+VERSION, PLANES_VERSION = 2, 0xDF02
+# Bytes of the header of an image in PLANES; its last 4 are the CRC-32 of the planes.
+PLANES_HEADER = 16
 # Bytes, FFCV's default. A sample never crosses a page.
 PAGE = 2**23
 # Bytes. A disk reads over a gap of this size faster than it seeks past it.
@@ -168,6 +172,7 @@ class Front(NamedTuple):
     table: int  # offset of the allocation table, which ends the file
     metadata: int  # offset
     notes: dict  # empty for a file that FFCV wrote
+    modes: tuple[int, ...]  # that images may have
 
 
 class Beton:
@@ -180,7 +185,7 @@ class Beton:
     Attributes, N samples in all:
         labels: int64 `[N]`.
         heights, widths: int32 `[N]`, pixels.
-        raw: bool `[N]`; raw pixels `[height, width, 3]` uint8 instead of a JPEG.
+        modes: uint8 `[N]`, how an image is stored: JPEG, RAW (uint8 `[height, width, 3]`), PLANES.
         images: Extents `[N]` of the stored images; `file` indexes `descriptors`.
         crcs: uint32 `[N]`, `arrays_crc` of each sample; None for a file that FFCV wrote, or without
             arrays.
@@ -249,7 +254,7 @@ class Beton:
     def _load(self, fronts: list[Front]) -> None:
         self._starts = np.cumsum([0, *(front.num_samples for front in fronts)])
         count = int(self._starts[-1])
-        self.labels, self.raw = np.empty(count, np.int64), np.empty(count, bool)
+        self.labels, self.modes = np.empty(count, np.int64), np.empty(count, np.uint8)
         self.heights, self.widths = np.empty((2, count), np.int32)
         self.images = Extents(*(np.empty(count, dtype) for dtype in (np.int32, np.int64, np.int64)))
         types = [field.type for field in self.fields]
@@ -285,11 +290,11 @@ class Beton:
             image = block[f"f{self._image}"]
             self.labels[here] = block[f"f{self._label}"]
             self.heights[here], self.widths[here] = image["height"], image["width"]
-            self.raw[here], self.images.offset[here] = image["mode"] == RAW, image["ptr"]
+            self.modes[here], self.images.offset[here] = image["mode"], image["ptr"]
             for n, offsets in self._offsets.items():
                 offsets[here] = block[f"f{n}"]
-            # FFCV's own modes are JPEG and raw pixels, 0 and 1.
-            if image["mode"].max() > RAW or not (image["height"].min() and image["width"].min()):
+            known = np.isin(image["mode"], front.modes).all()
+            if not (known and image["height"].min() and image["width"].min()):
                 raise UserError(
                     f"{front.path} holds images without a size or of unknown mode; "
                     "pack or copy it again"
@@ -349,7 +354,7 @@ class Beton:
             raise UserError(f"{front.path}: its allocation table is damaged; pack or copy it again")
         # Width and height have 16 bits, and 3 * 65,535^2 overflows int32.
         pixels = 3 * self.heights[rows].astype(np.int64) * self.widths[rows]
-        if (self.raw[rows] & (self.images.size[rows] != pixels)).any():
+        if ((self.modes[rows] == RAW) & (self.images.size[rows] != pixels)).any():
             raise UserError(
                 f"{front.path} holds raw images whose size in bytes is not 3 × height × width; "
                 "pack it again"
@@ -407,19 +412,25 @@ class Beton:
                     "label the images again and pack them"
                 )
 
-    def image(self, index: int) -> tuple[bytes, bool]:
-        """Return the stored bytes of image `index`, and whether they are raw pixels, not a JPEG.
+    def image(self, index: int) -> tuple[bytes, int]:
+        """Return the stored bytes of image `index` and its mode.
 
-        Raw pixels are uint8 `[height, width, 3]`.
+        Raises UserError if planes do not match their checksum, or if a JPEG does not begin as one:
+        it has no other check before it is decoded.
         """
-        stored = bytearray(int(self.images.size[index]))
+        stored, mode = bytearray(int(self.images.size[index])), int(self.modes[index])
         self._read_into(index, stored, self.images.offset[index])
-        # Images have no checksum, so their first bytes are the only check before decoding.
-        if not self.raw[index] and stored[:2] != SOI:
+        reason = ""
+        if mode == JPEG and stored[:2] != SOI:
+            reason = "it is no JPEG"
+        crc = int.from_bytes(stored[PLANES_HEADER - 4 : PLANES_HEADER], "little")
+        if mode == PLANES and zlib.crc32(memoryview(stored)[PLANES_HEADER:]) != crc:
+            reason = "its planes do not match their checksum"
+        if reason:
             raise UserError(
-                f"{self.where(index)} is damaged: it is no JPEG; pack or copy the file again"
+                f"{self.where(index)} is damaged: {reason}; pack or copy the file again"
             )
-        return bytes(stored), bool(self.raw[index])
+        return bytes(stored), mode
 
     def read_ahead(self, first: int, end: int) -> None:
         """Ask the system to read the samples `first` to `end` - 1 into its page cache.
@@ -590,8 +601,10 @@ def read_front(path: Path, descriptor: int) -> Front:
     """Read and check header, field descriptors and notes of a .beton; UserError as `Beton`."""
     size, head = os.fstat(descriptor).st_size, os.pread(descriptor, HEADER.itemsize, 0)
     header = np.frombuffer(head, HEADER)[0] if len(head) == HEADER.itemsize else None
+    versions = {VERSION: (JPEG, RAW), PLANES_VERSION: (JPEG, RAW, PLANES)}
+    modes = versions.get(int(header["version"])) if header is not None else None
     # FFCV's format has no magic number, so the number of fields must be plausible too.
-    if header is None or header["version"] != VERSION or not 0 < header["num_fields"] < 64:
+    if modes is None or not 0 < header["num_fields"] < 64:
         raise UserError(
             f"{path} is not an FFCV dataset of version {VERSION}; "
             "pack it with tools/pack_dataset.py"
@@ -619,7 +632,7 @@ def read_front(path: Path, descriptor: int) -> Front:
         check_notes(path, notes, fields, table)
     if count == 0:
         raise UserError(f"{path} holds no images; pack it again")
-    return Front(path, descriptor, fields, count, table, start, notes)
+    return Front(path, descriptor, fields, count, table, start, notes, modes)
 
 
 def read_notes(path: Path, descriptor: int, head: bytes, table: int) -> dict:
@@ -803,9 +816,8 @@ def find_damage(beton: Beton, index: int) -> str | None:
     """Check a sample as `verify` does; return a sentence if it is damaged."""
     try:
         beton.check_map(index)
-        stored, raw = beton.image(index)
-        kind = native.RAW if raw else native.JPEG
-        native.check(stored, int(beton.heights[index]), int(beton.widths[index]), kind)
+        stored, mode = beton.image(index)
+        native.check(stored, int(beton.heights[index]), int(beton.widths[index]), mode)
     except UserError as error:
         return str(error)
     # A CMYK image of a third-party file is not damaged: the loaders decode it with Pillow.

@@ -22,7 +22,8 @@ from densefeed.storage.beton import (
     NOTES,
     NOTES_VERSION,
     PAGE,
-    RAW,
+    PLANES,
+    PLANES_VERSION,
     RGB,
     VERSION,
     Field,
@@ -50,21 +51,22 @@ SYNC_BYTES = 2**30
 
 
 class Sample(NamedTuple):
-    """One image to write: encoded JPEG, size in pixels, label, and arrays in field order.
+    """One image to write: its bytes, size in pixels, label, and arrays in field order.
 
-    If `raw`, `jpeg` holds pixels, uint8 `[height, width, 3]`, which have no checksum.
+    `mode` says what the bytes are: JPEG, RAW (uint8 `[height, width, 3]`, which have no checksum)
+    or PLANES (of `native.planes`).
     """
 
-    jpeg: bytes
+    encoded: bytes
     height: int
     width: int
     label: int
     arrays: tuple[np.ndarray, ...] = ()
-    raw: bool = False
+    mode: int = JPEG
 
 
 # A record of the journal: the result for one image. `ptr` is the offset of its first array; the
-# JPEG is last. `block` is the CRC-32 of all bytes written for it, `arrays` that of its arrays,
+# image is last. `block` is the CRC-32 of all bytes written for it, `arrays` that of its arrays,
 # `crc` that of this record.
 ROW = np.dtype(
     [
@@ -114,8 +116,8 @@ class BetonWriter:
 
     Attributes:
         state: uint8 `[num_samples]`, UNTRIED, PACKED or FAILED.
-        tags: uint8 `[num_samples]`, the tags given to `write`.
-        room: maximum bytes of a JPEG, because a sample does not cross a page.
+        tags, modes: uint8 `[num_samples]`, the tags and modes given to `write`.
+        room: maximum bytes of an image, because a sample does not cross a page.
     """
 
     def __init__(
@@ -144,7 +146,7 @@ class BetonWriter:
         front = self._metadata + num_samples * (self._dtype.itemsize + 4) + len(json.dumps(longest))
         self._first_page = self._at = self._synced = round_up(front, PAGE)
         self._rows = np.zeros(num_samples, ROW)
-        self.state, self.tags = self._rows["state"], self._rows["tag"]
+        self.state, self.tags, self.modes = (self._rows[name] for name in ("state", "tag", "mode"))
         same = {"num_samples": num_samples, "arrays": arrays, "page": PAGE} | (identity or {})
         self.descriptors = []
         self._close = weakref.finalize(self, close_all, self.descriptors)
@@ -271,7 +273,7 @@ class BetonWriter:
         return len(rows)
 
     def _encode(self, index: int, sample: Sample, tag: int) -> tuple[np.ndarray, bytes]:
-        """Encode a sample: its record without `ptr`, and its bytes: padded arrays, then JPEG."""
+        """Encode a sample: its record without `ptr`, and its bytes: padded arrays, then image."""
         pieces = []
         for array, field in zip(sample.arrays, self.arrays, strict=True):
             if array.shape != field.shape:
@@ -279,14 +281,14 @@ class BetonWriter:
             pieces.append(np.ascontiguousarray(array, field.dtype).tobytes())
         # Readers view the arrays without a copy, so each begins at a multiple of ALIGN.
         padded = (piece.ljust(round_up(len(piece), ALIGN), b"\0") for piece in pieces)
-        block = b"".join([*padded, sample.jpeg])
+        block = b"".join([*padded, sample.encoded])
         row = np.zeros((), ROW)
-        row["index"], row["label"], row["size"] = index, sample.label, len(sample.jpeg)
+        row["index"], row["label"], row["size"] = index, sample.label, len(sample.encoded)
         row["height"], row["width"] = sample.height, sample.width
         # `block` also covers padding and image, for the journal. `arrays` goes into the file, and
         # equals the row's CRC in a raw HDF5 store.
         row["block"], row["arrays"] = zlib.crc32(block), arrays_crc(pieces)
-        row["state"], row["tag"], row["mode"] = PACKED, tag, RAW if sample.raw else JPEG
+        row["state"], row["tag"], row["mode"] = PACKED, tag, sample.mode
         return row, block
 
     def check(self, index: int, sample: Sample) -> None:
@@ -307,9 +309,9 @@ class BetonWriter:
 
         `tag`, 0 to 255, is kept in the journal, for `tags` only.
         """
-        if len(sample.jpeg) > self.room:
+        if len(sample.encoded) > self.room:
             raise UserError(
-                f"sample {index}: a JPEG of {len(sample.jpeg):,} bytes does not fit a page of "
+                f"sample {index}: an image of {len(sample.encoded):,} bytes does not fit a page of "
                 f"{PAGE:,}; make this image smaller"
             )
         row, block = self._encode(index, sample, tag)
@@ -389,7 +391,8 @@ class BetonWriter:
         text = json.dumps(notes | {"crc32": sums}).encode()
         notes_at = sums_at + (4 * count if self.arrays else 0)
         assert notes_at + len(text) <= self._first_page, "the notes grew into the first page"
-        header = np.array((VERSION, len(self._fields), PAGE, count, table), HEADER).tobytes()
+        version = PLANES_VERSION if (self._rows["mode"][kept] == PLANES).any() else VERSION
+        header = np.array((version, len(self._fields), PAGE, count, table), HEADER).tobytes()
         head = bytearray(header + b"".join(describe_field(field) for field in self._fields))
         # A view: what is assigned to it is written to `head`.
         place = np.frombuffer(head, NOTES, 1, notes_place(HEADER.itemsize))

@@ -34,6 +34,7 @@ from densefeed.models.token_transformer import has_tokens
 from densefeed.native import MAX_PIXELS
 from densefeed.objectives import build_objective
 from densefeed.pipelines.batch import Batch
+from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.open import LOADERS, DataOptions, open_dataset
 from densefeed.recipes import RECIPES
@@ -215,8 +216,13 @@ def format_rate(rate: float) -> str:
     return f"{rate:,.0f}" if rate >= 10 else f"{rate:.1f}"
 
 
-def recommend(advice: Advice, step: Throughput, options: AdviceOptions, training: Training) -> str:
-    """Return the recommendation: a command line of train.py, its rate and its bottleneck."""
+def recommend(
+    advice: Advice, step: Throughput, options: AdviceOptions, training: Training, planes: int = 0
+) -> str:
+    """Return the recommendation: a command line of train.py, its rate and its bottleneck.
+
+    `planes` is the size of the images as planes, bytes; 0 if they are no JPEGs of a .beton.
+    """
     loader, threads, speed = advice.choice
     words = ["python", "train.py", *training.words, "--loader", loader, "--data", options.data]
     words += ["--score-maps", options.score_maps] if options.score_maps else []
@@ -233,6 +239,12 @@ def recommend(advice: Advice, step: Throughput, options: AdviceOptions, training
     pack = "pack them smaller (tools/pack_dataset.py --max-side)"
     if Path(options.data).is_dir():
         pack = "pack the images with tools/pack_dataset.py"
+    # DALI decodes JPEGs only; planes would not pass through it.
+    elif planes and loader == "ffcv":
+        pack = (
+            "pack the images with tools/pack_dataset.py --form planes, which about doubles this "
+            f"rate if their {planes / 2**30:,.1f} GiB fit in memory, or smaller (--max-side)"
+        )
     return (
         f"{trains} images/s; the loader is the bottleneck ({loader_rate} images/s alone, "
         f"the step {step_rate}): {pack}, or use more cores."
@@ -439,6 +451,7 @@ def main(options: AdviceOptions) -> dict:
     training = choose_training(options, objective)
     step, about = measure_step(options, candidates[0].loader, training)
     advice = choose(candidates, step, CORES)
+    planes = first.source.estimate_planes() if isinstance(first.source, FfcvSource) else 0
     document = {
         "loaders": [
             {"loader": loader, "threads": threads, **speed._asdict()}
@@ -448,7 +461,7 @@ def main(options: AdviceOptions) -> dict:
         "step": about | step._asdict(),
         "data": f"{first.plan.num_samples:,} images, {'with' if dense else 'without'} score maps",
         "bottleneck": advice.bottleneck,
-        "advice": recommend(advice, step, options, training),
+        "advice": recommend(advice, step, options, training, planes),
         "environment": environment(("torch", "torchvision", "timm", "numpy", "pillow")),
     }
     show(document, advice)

@@ -107,13 +107,14 @@ def test_given_beton_is_unpacked_for_the_peers(data, tmp_path):
     published = [torch.load(path, weights_only=True) for path in made.published.rglob("*.pt")]
     assert [one.shape for one in published] == IMAGES * [(2, 5, 18, 18)]
     bare = beton_dataset(data.stock, None, tmp_path)
-    assert (bare.maps, bare.published) == (None, None)
-    with pytest.raises(UserError, match=r"has no score maps; leave it out"):
-        main(
-            LoaderBenchmark(
-                data=data.stock, cache=tmp_path, loaders="ffcv+labels", threads=(1,), record=False
-            )
-        )
+    assert (bare.maps, bare.published, bare.planes) == (None, None, None)
+    for loader, reason in (
+        ("ffcv+labels", "has no score maps; leave it out"),
+        ("ffcv-planes", "only the generated images are packed as planes; leave it out"),
+    ):
+        options = {"loaders": loader, "threads": (1,), "record": False}
+        with pytest.raises(UserError, match=reason):
+            main(LoaderBenchmark(data=data.stock, cache=tmp_path, **options))
     one = tmp_path / "one" / "x" / "a.jpg"
     one.parent.mkdir(parents=True)
     Image.new("RGB", (20, 20)).save(one)
@@ -138,7 +139,10 @@ def deliver_twice(name, data, threads):
 
 
 # With score maps.
-OURS = "ffcv+labels", "ffcv-2-crops+labels", "folder+labels", "dali-cpu+labels"
+OURS = (
+    *("ffcv+labels", "ffcv-2-crops+labels", "ffcv-planes+labels", "folder+labels"),
+    "dali-cpu+labels",
+)
 
 
 def check_delivered(name, epochs, data):

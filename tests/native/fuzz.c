@@ -80,6 +80,7 @@ static void release(void *memory) {
 #endif
 
 #include "batch.c"
+#include "planes.c"
 #include "turbo.c"
 #include <fcntl.h>
 #include <sys/time.h>
@@ -443,6 +444,46 @@ static void try_raw(Input in) {
     close(file);
 }
 
+/* Crops of a JPEG's planes have the pixels of its own crops; then with a damaged header or length. */
+static void try_planes(Input in) {
+    char message[MESSAGE] = "";
+    Sample jpeg;
+    uint8_t *out;
+    size_t length;
+    draw_sample(&jpeg, in);
+    int done = densefeed_planes(
+        in.bytes, in.length, jpeg.height, jpeg.width, &out, &length, message);
+    CHECK(!message[0] == (done == OK) && !out == (done != OK));
+    if (done != OK) return;
+    int file = create_file((Input){out, length});
+    for (int n = 0; n < 4; n++) {
+        int size = draw_size();
+        filter = draw(2) ? BICUBIC : BILINEAR;
+        draw_sample(&jpeg, in);
+        Sample planes = jpeg, from_file;
+        planes.bytes = out, planes.length = (int64_t)length, planes.kind = PLANES;
+        if (n) {
+            if (draw(3)) out[draw(16)] = (uint8_t)draw(256);
+            else planes.length -= 1 + draw(40);
+            if (draw(4) == 0) planes.height += 1 + draw(9), planes.width -= draw(9);
+        }
+        from_file = planes, from_file.bytes = NULL, from_file.file = file;
+        from_file.offset = BEFORE;
+        uint8_t *want = decode_sample(&jpeg, size), *got = decode_sample(&planes, size);
+        uint8_t *same = decode_sample(&from_file, size);
+        /* Of larger crops libjpeg decodes at a smaller scale. */
+        int full = jpeg.box_height < 8 * size || jpeg.box_width < 8 * size;
+        if (!n && jpeg.status == OK && full && (!has_index(in) || index_matches(in))) {
+            CHECK(planes.status == OK && from_file.status == OK);
+            if (is_moderate(in)) CHECK(!memcmp(want, got, 3 * size * size));
+            CHECK(!memcmp(same, got, 3 * size * size));
+        }
+        free(want), free(got), free(same);
+    }
+    close(file);
+    densefeed_free(out);
+}
+
 static void try_transcoding(Input in) {
     char message[MESSAGE] = "";
     int height, width;
@@ -554,7 +595,8 @@ static void try_input(const uint8_t *bytes, size_t length) {
     state = 0x9E3779B97F4A7C15u ^ densefeed_crc32(exact, length, 0);
     block_sum = -1;
     set_limit(1);
-    try_crops(now), try_together(now), try_cuts(now), try_raw(now), try_transcoding(now);
+    try_crops(now), try_together(now), try_cuts(now), try_raw(now), try_planes(now);
+    try_transcoding(now);
     try_map(now), try_checksums(now);
     set_limit(0);
     state = before;

@@ -7,6 +7,7 @@ import os
 import platform
 import struct
 import subprocess
+import tempfile
 import threading
 import time
 import zlib
@@ -260,19 +261,21 @@ def test_crops_of_one_image_equal_crops_decoded_alone(jpegs, noise, data):
     """Neighboring samples of one image share its planes, up to 8 at once, so 9 are two groups."""
     height, width = data.draw(st.integers(1, 120)), data.draw(st.integers(1, 120))
     file = jpegs.write(noise(height, width), data.draw(st.sampled_from([(1, 1), (2, 1), (2, 2)])))
-    kind = data.draw(st.sampled_from(["indexed", "plain", "raw"]))
+    kind = data.draw(st.sampled_from(["indexed", "plain", "raw", "planes"]))
     if kind == "indexed":
         file = indexed_jpeg.transcode(file)
     if kind == "raw":
         file = np.asarray(Image.open(io.BytesIO(file))).tobytes()
+    if kind == "planes":
+        file = native.planes(file)
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     count, size = data.draw(st.integers(2, 9)), data.draw(st.sampled_from([1, 7, 40]))
     boxes = [random_box(rng, height, width, least=1) for _ in range(count)]
     flips = rng.integers(2, size=count)
-    raw = native.RAW if kind == "raw" else native.JPEG
-    alone = make_job([file] * count, boxes, size, flips, raw, [(height, width)] * count)
+    stored = {"raw": native.RAW, "planes": native.PLANES}.get(kind, native.JPEG)
+    alone = make_job([file] * count, boxes, size, flips, stored, [(height, width)] * count)
     alone.decode()
-    together = make_job([file] * count, boxes, size, flips, raw, [(height, width)] * count)
+    together = make_job([file] * count, boxes, size, flips, stored, [(height, width)] * count)
     together.samples["bytes"] = together.samples["bytes"][0]
     together.decode()
     assert (together.samples["status"] == native.OK).all()
@@ -281,6 +284,56 @@ def test_crops_of_one_image_equal_crops_decoded_alone(jpegs, noise, data):
     if size == 40:
         shared = together.samples["took"][:, 2] == 0
         assert shared.tolist() == [row % 8 > 0 for row in range(count)]
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_crops_of_planes_equal_crops_of_the_jpeg(jpegs, noise, data):
+    """Pixels are equal for every size, chroma sampling and filter, from memory and from a file."""
+    height, width = data.draw(st.integers(1, 120)), data.draw(st.integers(1, 120))
+    options = data.draw(
+        st.sampled_from([{"sampling": s} for s in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1))])
+        | st.sampled_from([{"rgb": 1}, {"progressive": 1}])
+    )
+    channels = data.draw(st.sampled_from([3, 1]))
+    if channels == 1:
+        options = {}
+    file = jpegs.write(noise(height, width, channels), **options)
+    box = random_box(np.random.default_rng(data.draw(st.integers(0, 99))), height, width, least=1)
+    # Smaller outputs would let libjpeg decode the JPEG at a smaller scale.
+    size, flip = data.draw(st.integers(16, 80)), data.draw(st.integers(0, 1))
+    want = crop(file, box, size, flip)
+    planes, extents = native.planes(file), [(height, width)]
+    got = crop(planes, box, size, flip, kind=native.PLANES, extents=extents)
+    np.testing.assert_array_equal(got, want)
+    with tempfile.TemporaryFile() as stored:
+        stored.write(b"before" + planes + b"after")
+        stored.flush()
+        job = make_job([planes], [box], size, flip, kind=native.PLANES, extents=extents)
+        job.samples["bytes"], job.samples["file"], job.samples["offset"] = 0, stored.fileno(), 6
+        job.decode()
+        assert job.samples["status"][0] == native.OK
+        np.testing.assert_array_equal(job.pixels[0], want)
+
+
+@pytest.mark.parametrize(
+    ("at", "byte", "message"),
+    [
+        (0, b"d", "its header is not one of planes"),
+        (6, b"\2", "its header is not one of planes"),
+        (8, b"\x35", "its header is not one of planes"),
+        (9, b"\x11", "it has 7516 bytes, but its planes have 11266"),
+    ],
+)
+def test_damaged_headers_of_planes_are_refused(jpegs, noise, at, byte, message):
+    planes = bytearray(native.planes(jpegs.write(noise(50, 100), (2, 2))))
+    assert len(planes) == 16 + 50 * 100 + 2 * 25 * 50
+    planes[at : at + 1] = byte
+    with pytest.raises(native.JpegError, match=message) as caught:
+        native.check(bytes(planes), 50, 100, native.PLANES)
+    assert caught.value.status == native.DAMAGED
+    with pytest.raises(native.JpegError, match="its header is cut"):
+        native.check(bytes(planes[:15]), 50, 100, native.PLANES)
 
 
 def test_damage_outside_a_crop_does_not_matter_to_it(jpegs, noise):

@@ -96,6 +96,17 @@ def epoch(*arguments, number=0, **options):
 
 
 @needs_dali
+def test_images_stored_as_planes_are_decoded_natively(photos, tmp_path):
+    main(Packing(data=photos / "images", out=tmp_path / "x.beton", form="planes"))
+    ours, theirs = (
+        epoch(FfcvSource(tmp_path / "x.beton"), kind=ThreadedLoader),
+        epoch(FfcvSource(tmp_path / "x.beton")),
+    )
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one.image, other.image)
+
+
+@needs_dali
 @pytest.mark.parametrize("mode", ["train", "evaluate"])
 @pytest.mark.parametrize("size", [48, 224])
 def test_crops_are_close_to_pillows_and_other_fields_are_equal(photos, mode, size):

@@ -46,6 +46,7 @@ from densefeed.storage.beton_writer import ROW, BetonWriter, Sample
 from densefeed.storage.images import limit_pixels
 from densefeed.storage.score_maps import ScoreMapWriter, StoreHeader, row_crcs
 from densefeed.system.errors import UserError
+from densefeed.tools.pack_dataset import Packing, main
 
 NOTES = {"class_names": [*"abcdefghi"], "fingerprint": "f" * 64, "teacher": "t", "absent": "tail"}
 NOTES |= {"max_palette": 9, "min_window_side": 0.5}
@@ -95,7 +96,7 @@ def everything(path):
     """Everything a reader can get from a file, arrays before images."""
     beton = Beton(path)
     arrays = beton.arrays(np.arange(len(beton))) if beton.crcs is not None else {}
-    columns = (beton.labels, beton.heights, beton.widths, beton.raw, *arrays.values())
+    columns = (beton.labels, beton.heights, beton.widths, beton.modes, *arrays.values())
     images = [beton.image(n) for n in range(len(beton))]
     got = (
         [column.tobytes() for column in columns],
@@ -118,7 +119,7 @@ def test_samples_round_trip(tmp_path, random_maps):
     assert beton.notes == {"densefeed": 2} | NOTES
     np.testing.assert_array_equal(beton.labels, np.arange(7) % 3)
     for n, sample in enumerate(samples):
-        assert beton.image(n) == (sample.jpeg, False)
+        assert beton.image(n) == (sample.encoded, module.JPEG)
         assert (beton.heights[n], beton.widths[n]) == (sample.height, sample.width)
     ids = np.array([5, 0, 5])
     both = beton.arrays(ids, ["map"])["map"]
@@ -138,7 +139,7 @@ def test_the_extents_are_the_positions_of_the_bytes(tmp_path, random_maps):
     beton = Beton([tmp_path / "1.beton", tmp_path / "2.beton"])
     for n, sample in enumerate([*one, *two]):
         file, offset, size = (int(column[n]) for column in beton.images)
-        assert os.pread(beton.descriptors[file], size, offset) == sample.jpeg
+        assert os.pread(beton.descriptors[file], size, offset) == sample.encoded
     ids = np.array([9, 2])
     for name, number in (("map", 0), ("lse", 1), ("window", 2)):
         descriptors, offsets = beton.array_offsets(name, ids)
@@ -182,7 +183,7 @@ def test_several_files_are_one_dataset(tmp_path, random_maps):
         tmp_path / "2.beton", random_maps, 3, seed=1, max_palette=11, fingerprint="e" * 64
     )
     both, first = Beton([tmp_path / "2.beton", tmp_path / "1.beton"]), Beton(tmp_path / "1.beton")
-    assert [both.image(n)[0] for n in range(7)] == [sample.jpeg for sample in [*two, *one]]
+    assert [both.image(n)[0] for n in range(7)] == [sample.encoded for sample in [*two, *one]]
     np.testing.assert_array_equal(
         both.arrays(np.array([5, 0]), ["map"])["map"],
         np.stack([one[2].arrays[0], two[0].arrays[0]]),
@@ -753,7 +754,7 @@ def test_an_image_that_failed_is_tried_again_and_is_last(tmp_path, random_maps):
         writer.write(2, samples[2])
         writer.finish()
     beton = Beton(path)
-    assert [beton.image(n)[0] for n in range(7)] == [sample.jpeg for sample in samples]
+    assert [beton.image(n)[0] for n in range(7)] == [sample.encoded for sample in samples]
     assert beton.images.offset.argmax() == 2
     assert beton.notes == {"densefeed": 2} | notes
     assert path.read_bytes() == (tmp_path / "y.beton").read_bytes()
@@ -763,7 +764,7 @@ def test_images_left_out_are_counted_and_change_the_fingerprint(tmp_path, random
     samples, _ = samples_of(random_maps)
     pack(tmp_path / "x.beton", samples, fails=[0, 4])
     beton = Beton(tmp_path / "x.beton")
-    assert [beton.image(n)[0] for n in range(5)] == [samples[n].jpeg for n in (1, 2, 3, 5, 6)]
+    assert [beton.image(n)[0] for n in range(5)] == [samples[n].encoded for n in (1, 2, 3, 5, 6)]
     assert beton.notes["left_out"] == 2
     assert beton.fingerprint != NOTES["fingerprint"]
     np.testing.assert_array_equal(
@@ -1014,6 +1015,16 @@ def test_stock_ffcv_opens_a_densefeed_file(tmp_path, random_maps, ffcv):
         assert np.abs(got - want).mean() < 4
 
 
+@pytest.mark.slow
+@pytest.mark.ffcv
+def test_stock_ffcv_refuses_planes(folder, tmp_path, ffcv):
+    """It would read them as raw pixels, beyond their end."""
+    main(Packing(data=folder, out=tmp_path / "x.beton", form="planes"))
+    code = "import sys, ffcv.reader; ffcv.reader.Reader(sys.argv[1])"
+    with pytest.raises(AssertionError, match=r"file format mismatch: code=2,file=57090"):
+        ffcv(code, tmp_path / "x.beton")
+
+
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory, ffcv):
     """Files of stock ffcv, and the images.
@@ -1248,7 +1259,7 @@ def test_map_fields_of_other_shapes_are_refused(tmp_path, random_maps):
 def test_raw_images_of_too_many_pixels_are_refused(tmp_path, random_maps):
     """A sparse file holds the bytes of any size."""
     samples, _ = samples_of(random_maps, 2)
-    samples = [Sample(bytes(3 * 600), 20, 30, 0, s.arrays, raw=True) for s in samples]
+    samples = [Sample(bytes(3 * 600), 20, 30, 0, s.arrays, module.RAW) for s in samples]
     write_beton(tmp_path / "x.beton", samples, map_fields(6, 3), NOTES)
     try:
         limit_pixels(599)

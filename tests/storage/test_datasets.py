@@ -23,7 +23,7 @@ from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.storage import datasets
-from densefeed.storage.beton import Beton
+from densefeed.storage.beton import RAW, Beton
 from densefeed.storage.images import Images, crop_resize, decode
 from densefeed.system.errors import UserError
 from densefeed.tools.pack_dataset import Packing, main
@@ -450,11 +450,11 @@ def test_small_images_are_packed_as_pixels(tmp_path, monkeypatch, capsys):
         in capsys.readouterr().out
     )
     beton = Beton(tmp_path / "x.beton")
-    assert beton.raw.all()
+    assert (beton.modes == RAW).all()
     assert beton.notes["class_names"] == theirs.classes
     for index, (picture, label) in enumerate(theirs):
-        stored, raw = beton.image(index)
-        assert raw
+        stored, mode = beton.image(index)
+        assert mode == RAW
         np.testing.assert_array_equal(
             np.frombuffer(stored, np.uint8).reshape(32, 32, 3), np.asarray(picture)
         )
@@ -476,12 +476,12 @@ def test_images_above_pixels_to_are_packed_as_jpegs(tmp_path, monkeypatch):
     theirs = sets.CIFAR10(cifar(tmp_path, sets.CIFAR10, monkeypatch))
     main(Packing(data=tmp_path, dataset="cifar10", out=tmp_path / "x.beton", pixels_to=31))
     beton = Beton(tmp_path / "x.beton")
-    assert not beton.raw.any()
+    assert not beton.modes.any()
     assert np.asarray(decode(beton.image(0)[0], "")).shape == np.asarray(theirs[0][0]).shape
     beton.close()
     main(Packing(data=tmp_path, dataset="cifar10", out=tmp_path / "y.beton", max_side=16))
     beton = Beton(tmp_path / "y.beton")
-    assert beton.raw.all()
+    assert (beton.modes == RAW).all()
     assert set(beton.heights.tolist()) == {16}
     want = crop_resize(theirs[0][0], (0, 0, 32, 32), 16, Image.Resampling.LANCZOS)
     np.testing.assert_array_equal(

@@ -146,20 +146,24 @@ def test_the_recommended_command_trains_that_model(model, objective, size, words
 
 
 @pytest.mark.parametrize(
-    ("loader", "packed", "remedy"),
+    ("loader", "packed", "planes", "remedy"),
     [
-        ("folder", False, "pack the images with"),
-        ("dali", False, "pack the images with"),
-        ("dali", True, "pack them smaller"),
-        ("ffcv", True, "pack them smaller"),
+        ("folder", False, 0, "pack the images with tools/pack_dataset.py, or"),
+        ("dali", False, 0, "pack the images with tools/pack_dataset.py, or"),
+        ("dali", True, 2**31, "pack them smaller"),
+        # Planes or raw pixels already.
+        ("ffcv", True, 0, "pack them smaller"),
+        ("ffcv", True, 2**31, "pack the images with tools/pack_dataset.py --form planes"),
     ],
 )
-def test_a_slow_loader_comes_with_a_remedy(tmp_path, loader, packed, remedy):
+def test_a_slow_loader_comes_with_a_remedy(tmp_path, loader, packed, planes, remedy):
     options = AdviceOptions(data=Path("x-*.beton") if packed else tmp_path)
     step = Throughput(6000, 0.1)
     training = choose_training(options, "ce")
-    text = recommend(choose(scaling(loader, 1000, 1.0, (1,)), step, 2), step, options, training)
+    advice = choose(scaling(loader, 1000, 1.0, (1,)), step, 2)
+    text = recommend(advice, step, options, training, planes)
     assert f"the loader is the bottleneck (1,000 images/s alone, the step 6,000): {remedy}" in text
+    assert ("their 2.0 GiB fit in memory" in text) == ("--form planes" in text)
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,19 @@ import re
 import shutil
 import signal
 import time
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from densefeed.pipelines.ffcv import FfcvSource
+from densefeed.pipelines.loader import ThreadedLoader
+from densefeed.pipelines.plan import EpochPlan
 from densefeed.storage import indexed_jpeg
-from densefeed.storage.beton import Beton, verify, verify_files
+from densefeed.storage.beton import JPEG, PLANES, RAW, Beton, verify, verify_files
 from densefeed.storage.beton_writer import BetonWriter
 from densefeed.storage.images import Images
 from densefeed.storage.score_maps import ScoreMapStore
@@ -41,10 +45,75 @@ def test_jpegs_keep_every_pixel_and_without_index_every_byte(folder, tmp_path):
         assert beton.notes["fingerprint"] == images.fingerprint()
         np.testing.assert_array_equal(beton.labels, images.labels)
         for n in range(len(images)):
-            stored, raw = beton.image(n)
-            assert not raw
+            stored, mode = beton.image(n)
+            assert mode == JPEG
             assert pixels(stored) == (pixels(images.read(n))[0], index)
             assert (stored == images.read(n)) == (not index)
+
+
+def epoch(path):
+    """Return the batches of a training epoch."""
+    source = FfcvSource(path)
+    plan = EpochPlan(
+        num_samples=len(source.labels), batch=4, seed=0, mode="train", sizes=((0, 32),)
+    )
+    with closing(ThreadedLoader(source, plan, 2)) as loader:
+        return list(loader.batches(0))
+
+
+def test_planes_give_the_batches_of_the_jpegs(folder, tmp_path):
+    """Images of several codings and one of raw pixels; `image` is close to Pillow's pixels."""
+    root = shutil.copytree(folder, tmp_path / "data")
+    files = sorted((root / "train").glob("*/*.jpg"))
+    for n, options in enumerate(({"mode": "L"}, {"subsampling": 0}, {"progressive": True})):
+        image = Image.open(files[n]).convert(options.pop("mode", "RGB"))
+        image.save(files[n], quality=90, **options)
+    Image.open(files[5]).save(files[5].with_suffix(".png"))
+    files[5].unlink()
+    paths = {form: tmp_path / f"{form}.beton" for form in ("jpeg", "planes")}
+    for form, path in paths.items():
+        main(Packing(data=root, out=path, form=form))
+    kinds = [[RAW if n == 5 else kind for n in range(11)] for kind in (JPEG, PLANES)]
+    assert [Beton(path).modes.tolist() for path in paths.values()] == kinds
+    for jpeg, planes in zip(*map(epoch, paths.values()), strict=True):
+        assert all(map(torch.equal, planes.tensors.values(), jpeg.tensors.values()))
+    jpeg, planes = map(FfcvSource, paths.values())
+    assert jpeg.fingerprint == planes.fingerprint
+    for n in range(11):
+        difference = np.asarray(jpeg.image(n)).astype(int) - np.asarray(planes.image(n))
+        assert np.abs(difference).mean() < 0.6
+    assert planes.estimate_planes() == 0 < jpeg.estimate_planes()
+
+
+def test_damaged_planes_are_found(folder, tmp_path, capsys):
+    main(Packing(data=folder, out=tmp_path / "x.beton", form="planes"))
+    assert verify(tmp_path / "x.beton", 1) == []
+    with closing(Beton(tmp_path / "x.beton")) as beton:
+        at, size = int(beton.images.offset[3]), int(beton.images.size[3])
+    content = bytearray((tmp_path / "x.beton").read_bytes())
+    content[at + size - 1] ^= 1
+    # The header of another image.
+    content[int(beton.images.offset[7])] ^= 1
+    (tmp_path / "x.beton").write_bytes(content)
+    crc, header = verify(tmp_path / "x.beton", 1)
+    assert "image 3 is damaged: its planes do not match their checksum; pack or copy" in crc
+    assert "image 7 is damaged (its header is not one of planes); pack or copy" in header
+    with pytest.raises(UserError, match=r"image 7 cannot be decoded .its header is not one of"):
+        epoch(tmp_path / "x.beton")
+
+
+def test_images_whose_planes_exceed_a_page_stay_jpegs(tmp_path, capsys):
+    """2,000 x 3,000 pixels are 9 MB in 4:2:0, and a page has 8.4 MB."""
+    (tmp_path / "a").mkdir()
+    for name, size in (("0", (2000, 3000)), ("1", (200, 300))):
+        Image.new("RGB", size, "red").save(tmp_path / f"a/{name}.jpg")
+    packing = Packing(data=tmp_path, out=tmp_path / "x.beton", form="planes")
+    with pytest.raises(UserError, match="--form planes stores no JPEGs; leave out --no-index"):
+        main(dataclasses.replace(packing, index=False))
+    main(packing)
+    assert Beton(tmp_path / "x.beton").modes.tolist() == [JPEG, PLANES]
+    said = "stored as JPEG: 1 images whose planes exceed a page of 8,388,608 bytes"
+    assert said in capsys.readouterr().out
 
 
 def test_only_large_images_are_shrunk(folder, tmp_path, capsys):
@@ -245,7 +314,9 @@ def test_an_existing_file_is_not_overwritten(folder, tmp_path):
 # ----------------------------------------------------------------------- stopped and continued
 
 
-@pytest.mark.parametrize("other", [{"max_side": 64}, {"quality": 90}, {"index": False}])
+@pytest.mark.parametrize(
+    "other", [{"max_side": 64}, {"quality": 90}, {"index": False}, {"form": "planes"}]
+)
 def test_a_run_with_other_options_is_not_continued(broken, tmp_path, other):
     """Otherwise a file would have images of both kinds. The number of threads may change."""
     packing = Packing(data=broken[0], out=tmp_path / "x.beton")

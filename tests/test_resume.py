@@ -105,8 +105,9 @@ def state(out: Path) -> dict:
             maps_on_device=True,
             ema=0.0,
         ),
+        dict(optimizer="sgd", sam_rho=0.1, microbatch=2, precision="fp16", decay_all=True),
     ],
-    ids=["everything", "fp16", "bf16"],
+    ids=["everything", "fp16", "bf16", "sam"],
 )
 def test_run_stopped_after_every_step_equals_the_uninterrupted_one(
     micro, tmp_path, monkeypatch, fields

@@ -124,12 +124,13 @@ def check_model_sizes(config: Config, objective: Objective, model: nn.Module) ->
 
 def flops_per_shape(config: Config, objective: Objective, num_classes: int) -> dict[Shape, float]:
     """Return the operations of one training image for each shape of the network's input."""
+    passes = 2 if config.optim.sam_rho else 1
     with torch.device("meta"):
         twin, _ = build_model(config, objective, num_classes)
         # `place` does nothing here, so that an agent stays on the meta device too.
         networks = get_networks(objective.wrap(twin, num_classes, lambda network: network))
     return {
-        shape: sum(training_flops(network, shape) for network in networks)
+        shape: passes * sum(training_flops(network, shape) for network in networks)
         for shape in config.data.shapes
     }
 

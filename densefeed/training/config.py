@@ -30,7 +30,7 @@ from densefeed.system.options import (
     parse_arguments,
     unused_leaves,
 )
-from densefeed.training.optimizers import check_optimizer
+from densefeed.training.optimizers import check_optimizer, has_momentum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +88,14 @@ class OptimOptions(Options):
     # timm's name of a first-order optimizer, with timm's defaults, e.g. sgd, lion or nadamuon; each
     # needs learning rates of its own
     optimizer: str = "adamw"
+    # momentum of sgd and the other optimizers that have one; 0: none
+    momentum: Annotated[float, Bounds(0, 0.9999)] = 0.9
     # weight decay; not applied to biases, norms and tables
     weight_decay: NonNegative = 0.05
+    decay_all: bool = False  # also decay biases, norms and tables; Bootstrapping ViTs: as published
+    # radius of Sharpness-Aware Minimization (SAM), which does two passes per step; 0: none.
+    # Bootstrapping ViTs: 0.1 as published
+    sam_rho: NonNegative = 0.0
     ema: Fraction = 0.99992  # decay per step of the EMA of the weights, with warm-up; 0: none
     clip_grad: NonNegative = 0.0  # maximum gradient norm; 0: no clipping
     # gradients that are not finite: stop the run, or skip the update
@@ -101,7 +107,10 @@ class OptimOptions(Options):
         check_optimizer(self.optimizer)
 
     def unused(self) -> dict[str, str]:
-        return {} if self.on_nonfinite == "skip" else {"max_skips": "--on-nonfinite skip"}
+        found = {} if self.on_nonfinite == "skip" else {"max_skips": "--on-nonfinite skip"}
+        if not has_momentum(self.optimizer):
+            found["momentum"] = "--optimizer sgd"
+        return found if self.weight_decay else found | {"decay_all": "--weight-decay"}
 
     @property
     def total_epochs(self) -> int:

@@ -79,10 +79,11 @@ def first_loss(run: Run, images: int) -> tuple[float, float]:
 
 def fixed_bytes(run: Run) -> int:
     """Sum the bytes that do not depend on the batch, without the weights themselves."""
-    student, ema = run.student, run.config.optim.ema > 0
-    # Gradients, two moments and the EMA are each as large as the weights. Weights that an agent
-    # shares have a second gradient.
-    total = sum(p.nbytes for p in student.trainable.parameters()) * (3 + ema)
+    student, optim = run.student, run.config.optim
+    # Gradients, two moments, the EMA and SAM's copy are each as large as the weights. Weights that
+    # an agent shares have a second gradient.
+    copies = 3 + (optim.ema > 0) + (optim.sam_rho > 0)
+    total = sum(p.nbytes for p in student.trainable.parameters()) * copies
     if student.agent:
         total += sum(tensor.nbytes for tensor in student.agent.shared_tensors())
     if run.config.data.maps_on_device and run.loader.score_maps:

@@ -114,7 +114,11 @@ class TrainMonitor:
             if found and not cause:
                 samples = ", ".join(map(str, part.index[:8].tolist()))
                 cause = f"{found} is the first that is not, with samples {samples} ..."
+        remedy = "lower --lr, or give --clip-grad 1 or --on-nonfinite skip"
+        if self._config.optim.sam_rho and not cause:
+            # Only the weights themselves were tried, not those that SAM moved.
+            remedy = f"lower --sam-rho; or {remedy}"
         return (
             f"the gradients of step {when + 1} are not finite; {cause or 'on this rank all are'}; "
-            "lower --lr, or give --clip-grad 1 or --on-nonfinite skip"
+            f"{remedy}"
         )

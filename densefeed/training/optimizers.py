@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from densefeed.system.errors import UserError
 
 # Their kernel leaves weights and moments as they are where `found_inf` is 1, without a host sync.
-# That of SGD does too, but a skipped first update leaves momenta of uninitialized memory.
-FUSED = ("adam", "adamw")
+# The last three are SGD, with Nesterov's momentum and without.
+FUSED = ("adam", "adamw", "sgd", "nesterov", "momentum")
 # Other packages that need a GPU (bitsandbytes, Apex), and an optimizer with draws of its own, which
 # a checkpoint does not hold.
 LEFT_OUT = ["bnb*", "fused*", "kron*"]
@@ -38,18 +38,53 @@ def check_optimizer(name: str) -> None:
     )
 
 
+def has_momentum(name: str) -> bool:
+    """Whether timm's optimizer of this name takes a momentum."""
+    return get_optimizer_info(name).has_momentum
+
+
 def build_optimizer(
-    name: str, trainable: nn.Module, lr: float, weight_decay: float
+    name: str,
+    trainable: nn.Module,
+    lr: float,
+    weight_decay: float,
+    momentum: float = 0.9,
+    decay_all: bool = False,
 ) -> torch.optim.Optimizer:
     """Build timm's optimizer of this name, with timm's defaults and grouping.
 
-    Biases, norms and tables are not decayed. Muon and its relatives leave tensors of one dimension,
-    tables and depth-wise convolutions to AdamW.
+    Without `decay_all`, biases, norms and tables are not decayed. Muon and its relatives leave
+    tensors of one dimension, tables and depth-wise convolutions to AdamW.
     """
-    fused = {"fused": True} if name in FUSED else {}
+    options: dict[str, Any] = {"fused": True} if name in FUSED else {}
+    if has_momentum(name):
+        options["momentum"] = momentum
+        # PyTorch refuses Nesterov's form of no momentum.
+        if not momentum and get_optimizer_info(name).defaults.get("nesterov"):
+            options["nesterov"] = False
+    if decay_all:
+        options["param_group_fn"] = lambda module: group_all(module, weight_decay)
     # timm has no option for it.
     muon.zeropower_via_newtonschulz = orthogonalize
-    return create_optimizer_v2(trainable, name, lr=lr, weight_decay=weight_decay, **fused)
+    built = create_optimizer_v2(trainable, name, lr=lr, weight_decay=weight_decay, **options)
+    return begin_momenta(built) if isinstance(built, torch.optim.SGD) else built
+
+
+def group_all(trainable: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return all trained parameters as one group with weight decay."""
+    trained = [parameter for parameter in trainable.parameters() if parameter.requires_grad]
+    return [{"params": trained, "weight_decay": weight_decay}]
+
+
+def begin_momenta(optimizer: torch.optim.SGD) -> torch.optim.SGD:
+    """Let the momenta begin at 0; the first update makes them the gradient, as without this.
+
+    Fused SGD allocates them in its first update, and a skipped one leaves uninitialized memory.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
 
 
 def orthogonalize(gradient: Tensor, *arguments: Any, **options: Any) -> Tensor:

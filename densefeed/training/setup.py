@@ -173,6 +173,11 @@ def build_trainable(
             "--compile graph on several ranks does not average the gradients of shared weights; "
             "give --compile whole"
         )
+    if captured and config.optim.sam_rho:
+        raise UserError(
+            "--compile graph draws drop-path once more in each pass, and the two of --sam-rho need "
+            "the same; give --compile whole"
+        )
     student = build_student(config.optim, model, trainable, ranks, dtype, captured)
     if captured and not is_fused(student.optimizer):
         raise UserError(

@@ -21,6 +21,7 @@ from densefeed.training.optimizers import (
     step_unless,
 )
 from densefeed.training.ranks import Ranks
+from densefeed.training.sam import worst_weights
 
 
 class Student(NamedTuple):
@@ -34,6 +35,7 @@ class Student(NamedTuple):
     scaler: torch.amp.GradScaler  # enabled for float16 only
     guard: NonFiniteGuard
     clip_grad: float
+    sam_rho: float  # 0: no SAM
 
     @property
     def extras(self) -> dict[str, nn.Module]:
@@ -136,10 +138,18 @@ def build_student(
         trainable=trainable,
         network=trainable if captured else ranks.parallel(trainable),
         ema=WeightAverage(model, optim.ema) if optim.ema else None,
-        optimizer=build_optimizer(optim.optimizer, trainable, optim.peak_lr, optim.weight_decay),
+        optimizer=build_optimizer(
+            optim.optimizer,
+            trainable,
+            optim.peak_lr,
+            optim.weight_decay,
+            optim.momentum,
+            optim.decay_all,
+        ),
         scaler=torch.amp.GradScaler(ranks.device.type, enabled=dtype == torch.float16),
         guard=NonFiniteGuard(ranks.device, optim.on_nonfinite == "skip"),
         clip_grad=optim.clip_grad,
+        sam_rho=optim.sam_rho,
     )
 
 
@@ -148,9 +158,9 @@ def update(
 ) -> tuple[Tensor, Tensor]:
     """Do step number `step`, from 0: the gradient of the mean of `losses`, then new weights.
 
-    Each of `losses` computes the loss of a part of this rank's batch. Returns their mean and the
-    norm of the gradient before clipping, float32 `[]` each. Nothing waits for the device but an
-    optimizer that is not fused.
+    Each of `losses` computes the loss of a part of this rank's batch, twice with SAM. Returns
+    their mean and the norm of the gradient before clipping, float32 `[]` each. Nothing waits for
+    the device but an optimizer that is not fused.
     """
     student.guard.begin(step)
     results = descend(student, ranks, losses)
@@ -164,6 +174,11 @@ def descend(
     """Do the part of `update` that a CUDA graph can hold: all but the EMA."""
     before = copy_statistics(student)
     mean = backward(student, ranks, losses)
+    if student.sam_rho:
+        with worst_weights(student.trainable, student.sam_rho):
+            worst = backward(student, ranks, losses)
+        # The mean is that of the weights themselves, unless the guard must see the other.
+        mean = torch.where(worst.isfinite(), mean, worst)
     return mean, apply_gradients(student, ranks, mean, before)
 
 
@@ -188,6 +203,9 @@ def backward(student: Student, ranks: Ranks, losses: Sequence[Callable[[], Tenso
             loss = compute() / len(losses) if len(losses) > 1 else compute()
             student.scaler.scale(loss).backward()
         mean = loss.detach() if mean is None else mean + loss.detach()
+    if hasattr(student.trainable, "combine_gradients"):
+        # Before SAM, clipping and the guard, which read the gradient that the optimizer applies.
+        student.trainable.combine_gradients(ranks.average_gradients)
     return mean
 
 
@@ -199,9 +217,6 @@ def apply_gradients(
     `mean` is the loss, `before` what `copy_statistics` returned before the forward pass.
     """
     trainable, scaler, optimizer = student.trainable, student.scaler, student.optimizer
-    if hasattr(trainable, "combine_gradients"):
-        # Before clipping and the guard, which judge the gradient that the optimizer applies.
-        trainable.combine_gradients(ranks.average_gradients)
     gradients = [p.grad for p in trainable.parameters() if p.grad is not None]
     if scaler.is_enabled():
         # Overflows of scaled gradients are part of the method: the scaler skips them by itself. The

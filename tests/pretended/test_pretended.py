@@ -35,9 +35,11 @@ TRAININGS = {
         "on_nonfinite": "skip",
         "maps_on_device": True,
     },
+    "sam, sgd": {"sam_rho": 0.1, "optimizer": "sgd", "on_nonfinite": "skip"},
     "blocks": {"compile": "blocks", "epochs": EPOCHS},
     "graph": {"compile": "graph", "epochs": EPOCHS},
     "microbatches, graph": {"compile": "graph", "microbatch": 2, "precision": "fp16"},
+    "sgd, graph": {"compile": "graph", "optimizer": "sgd", "epochs": EPOCHS},
 }
 # How names of jobs end that compile, which takes minutes, or are like a fast one.
 SLOW = ("blocks", "graph", "on the device")

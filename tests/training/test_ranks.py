@@ -129,6 +129,16 @@ CASES = {
     "drloc, parts": dict(
         model="test_vit", objective="ce", microbatch=2, mixtoken=False, drloc="all", drloc_grid=0
     ),
+    # SAM moves the weights of all ranks along the same gradient.
+    "sam": dict(
+        model="test_vit",
+        objective="ce",
+        microbatch=2,
+        drop_path=0.0,
+        mixtoken=False,
+        optimizer="sgd",
+        sam_rho=0.1,
+    ),
     # Gradients of both networks are averaged before they are aligned.
     "bootstrap": dict(
         model="bootstrapping_vit_micro",

@@ -152,7 +152,14 @@ def test_scaled_gradient_overflow_is_not_counted():
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, dict(clip_grad=0.1, ema=0.9), dict(on_nonfinite="skip", ema=0.9)]
+    "fields",
+    [
+        {},
+        dict(clip_grad=0.1, ema=0.9),
+        dict(on_nonfinite="skip", ema=0.9),
+        dict(optimizer="sgd"),
+        dict(sam_rho=0.1),
+    ],
 )
 def test_update_does_not_sync(no_host_read, fields):
     """Except for the fused kernel and the step count of the EMA, which PyTorch keeps on the CPU."""

@@ -20,6 +20,7 @@ from densefeed.models import lvvit
 from densefeed.models.dhvt import DHVT
 from densefeed.models.patch_dropout import refuse_patch_dropout
 from densefeed.models.registration import pretrained_cfg, register_family
+from densefeed.models.sparse_attention import SparseAttention
 from densefeed.models.token_transformer import TokenLogits, check_choice, to_tokens
 
 # N images   D width   H heads, which are the taps   Y, X rows and columns of the map   K classes
@@ -53,9 +54,10 @@ class ViTSpec(NamedTuple):
 
 
 # Attention modules whose heads pass a weighted mean of their values to proj and nothing else. They
-# differ in how the weights of that mean depend on positions (relative, rotary), which the taps
-# replace. Not equation 4's sum of W_h^V W_h^O are CaiT's talking-heads attention, XCiT's attention
-# over channels and differential attention, which subtracts.
+# differ in how the weights of that mean depend on positions (relative, rotary) and on scores
+# (softmax, entmax), which the taps replace. Not equation 4's sum of W_h^V W_h^O are CaiT's
+# talking-heads attention, XCiT's attention over channels and differential attention, which
+# subtracts.
 PLAIN = {
     Attention,
     AttentionRope,
@@ -63,6 +65,7 @@ PLAIN = {
     eva.EvaAttention,
     vision_transformer_relpos.RelPosAttention,
     lvvit.Attention,
+    SparseAttention,
 }
 NO_BLOCKS = (
     "it has no blocks of attention (qkv, proj) and MLP (fc1, fc2), all with the width of its tokens"

@@ -157,18 +157,33 @@ def read_shared(vit: nn.Module, read: Callable[[Tensor], Tensor]) -> list[Shared
 def conv_taps(heads: int) -> list[tuple[int, int]]:
     """Return each head's tap as (rows down, columns right) of the output position (section 3.2.1).
 
-    These are the first `heads` positions of a square, row by row from the top left; its side is the
-    square root of `heads`, rounded up. The paper takes "a set" of that many; taking the first ones
-    is the published code's choice, so 6 heads never read the row below. Raises ValueError where the
-    side is even, since such a square has no center (2-4 and 10-16 heads, 26-36, ...).
+    These are the first `heads` positions of a square, row by row from the top left; its side S is
+    the square root of `heads`, rounded up. The paper takes "a set" of that many; taking the first
+    ones is the published code's choice, so 6 heads never read the row below. The square begins
+    (S - 1) // 2 rows above and columns left of the output. So one with an even side, which the
+    published code refuses, has its additional row below and column right, as `padding="same"` of
+    F.conv2d has. Raises ValueError without a head.
     """
-    side = math.isqrt(heads - 1) + 1 if heads > 0 else 0
-    if side % 2 == 0:
-        raise ValueError(
-            f"{heads} heads have no CONV: their square of {side} x {side} taps has no center; "
-            "1, 5 to 9 or 17 to 25 heads have one"
-        )
-    return [(tap // side - side // 2, tap % side - side // 2) for tap in range(heads)]
+    if heads < 1:
+        raise ValueError(f"{heads} heads have no CONV; give at least one")
+    side = math.isqrt(heads - 1) + 1
+    before = (side - 1) // 2
+    return [(tap // side - before, tap % side - before) for tap in range(heads)]
+
+
+class Margins(NamedTuple):
+    """How far the taps of a CONV reach beyond a map, in positions."""
+
+    left: int
+    right: int
+    above: int
+    below: int
+
+
+def conv_margins(taps: Sequence[tuple[int, int]]) -> Margins:
+    """Return the margins of taps that hold that of the output position."""
+    downs, rights = zip(*taps, strict=True)
+    return Margins(-min(rights), max(rights), -min(downs), max(downs))
 
 
 class Conv(nn.Module):
@@ -179,8 +194,7 @@ class Conv(nn.Module):
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
-        taps = conv_taps(num_heads)
-        self.reach, self.rows = -taps[0][0], taps[-1][0] - taps[0][0] + 1
+        self.margins = conv_margins(conv_taps(num_heads))
         self.weight = nn.Parameter(torch.empty(dim, dim, num_heads))
         self.bias = nn.Parameter(torch.zeros(dim))
         # As in the published code; nn.Conv2d's default is Kaiming's.
@@ -188,15 +202,14 @@ class Conv(nn.Module):
 
     def forward(self, x_NDYX: Tensor) -> Tensor:
         # Rows of the kernel without a tap are neither computed nor padded for: 6 heads use a
-        # 2 x 3 kernel.
-        side = 2 * self.reach + 1
-        kernel = F.pad(self.weight, (0, self.rows * side - self.weight.shape[2]))
-        kernel = kernel.unflatten(2, (self.rows, side))
-        below = self.rows - 1 - self.reach
-        if below == self.reach:
-            return F.conv2d(x_NDYX, kernel, self.bias, padding=self.reach)
-        x_NDYX = F.pad(x_NDYX, (self.reach, self.reach, self.reach, below))
-        return F.conv2d(x_NDYX, kernel, self.bias)
+        # 2 x 3 kernel. In a row that some heads fill, the missing ones have weights of 0.
+        left, right, above, below = self.margins
+        rows, columns = above + 1 + below, left + 1 + right
+        kernel = F.pad(self.weight, (0, rows * columns - self.weight.shape[2]))
+        kernel = kernel.unflatten(2, (rows, columns))
+        if left == right and above == below:
+            return F.conv2d(x_NDYX, kernel, self.bias, padding=(above, left))
+        return F.conv2d(F.pad(x_NDYX, self.margins), kernel, self.bias)
 
 
 def shared_conv(x_NDYX: Tensor, shared: SharedWeights, num_heads: int) -> Tensor:
@@ -205,12 +218,13 @@ def shared_conv(x_NDYX: Tensor, shared: SharedWeights, num_heads: int) -> Tensor
     Each head's values are shifted by its tap and then projected: 2 D² products per position, where
     the kernels W_h = W_h^V W_h^O would take H D², and as many again to compute the kernels.
     """
-    taps = conv_taps(num_heads)
-    reach, (Y, X) = -taps[0][0], x_NDYX.shape[2:]
-    values = F.pad(linear_1x1(x_NDYX, shared.value, None), (reach, reach, reach, reach))
+    taps, (Y, X) = conv_taps(num_heads), x_NDYX.shape[2:]
+    margins = conv_margins(taps)
+    values = F.pad(linear_1x1(x_NDYX, shared.value, None), margins)
+    corners = [(margins.above + down, margins.left + right) for down, right in taps]
     shifted = [
-        value[:, :, reach + down : reach + down + Y, reach + right : reach + right + X]
-        for value, (down, right) in zip(values.chunk(num_heads, 1), taps, strict=True)
+        value[:, :, top : top + Y, left : left + X]
+        for value, (top, left) in zip(values.chunk(num_heads, 1), corners, strict=True)
     ]
     return linear_1x1(torch.cat(shifted, 1), shared.proj, shared.proj_bias)
 
@@ -274,7 +288,9 @@ class AgentCNN(nn.Module):
             followed by a pyramid) or "base" (Table 6: one convolution of `patch_size`, no pyramid).
         down: blocks, counted from 1, after which a 2 x 2 average pooling halves the map. None
             halves as in Table 7, after one sixth and two sixths of the blocks, (1, 2) of 6 and
-            (2, 4) of 12, and not at all in a base agent. Published code: (3, 9) of 12.
+            (2, 4) of 12, and not at all in a base agent. Published code: (3, 9) of 12. The
+            operations that Table 1 gives, 3.37 and 9.46 G, need (2, 5) of 6 (3.36 G) and (4, 10) of
+            12 (9.40 G); Table 7's have 1.91 and 5.15 G.
         pool: side of the res-like stem's max-pool: 2 in Table 7, 3 in the published code.
         norm: norms "before" CONV and MLP or "after" them, on the branch. The paper does not specify
             it; the published Agent-B has "after".
@@ -283,8 +299,8 @@ class AgentCNN(nn.Module):
         own_weights: False omits the weights that a transformer shares (`share_weights`).
 
     Forward takes images `[N, in_chans, H, W]` of any size and returns logits `[N, K]`, in training
-    with a token head `TokenLogits`. Raises ValueError for a number of heads that has no CONV
-    (`conv_taps`), and for images whose map becomes too small to be halved.
+    with a token head `TokenLogits`. Raises ValueError for images whose map becomes too small to be
+    halved.
     """
 
     def __init__(
@@ -309,8 +325,6 @@ class AgentCNN(nn.Module):
         check_choice("pool", pool, (2, 3))
         if stem == "base" and pool != 2:
             raise ValueError(f"pool {pool} is for a res-like stem; a base stem has no max-pool")
-        # Raises for a number of heads without a CONV, also where the weights are shared.
-        conv_taps(num_heads)
         if down is None:
             sixth = max(1, round(depth / 6))
             down = (sixth, 2 * sixth) if stem == "res-like" else ()

@@ -8,6 +8,7 @@ import torch
 from timm.layers import Attention, AttentionRope
 from timm.models import beit, eva, vision_transformer_relpos
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from densefeed.models.agent_cnn import (
     PLAIN,
@@ -25,18 +26,21 @@ from densefeed.models.token_transformer import TokenLogits
 
 from ..runs import meta_device
 
-HEADS = (1, 5, 6, 7, 8, 9, 17, 25)
+# Squares of 1 to 6 taps a side, filled and not.
+HEADS = range(1, 37)
 
 
 def phi(heads: int, Y: int, X: int) -> torch.Tensor:
     """Return the matrices of equations 13 and 15, `[H, Y X, Y X]`, by a loop over positions.
 
-    The taps are the first H of a square, row by row.
+    The taps are the first H of a square, row by row. Its center is the output position; of an even
+    side it is the position above and left of the middle.
     """
     side = next(side for side in range(1, 99) if side * side >= heads)
+    center = {1: 0, 2: 0, 3: 1, 4: 1, 5: 2, 6: 2}[side]
     matrices = torch.zeros(heads, Y * X, Y * X, dtype=torch.float64)
     for tap in range(heads):
-        down, right = tap // side - side // 2, tap % side - side // 2
+        down, right = tap // side - center, tap % side - center
         for y in range(Y):
             for x in range(X):
                 if 0 <= y + down < Y and 0 <= x + right < X:
@@ -47,11 +51,14 @@ def phi(heads: int, Y: int, X: int) -> torch.Tensor:
 def test_the_matrices_have_sums_counted_by_hand():
     """With 9 taps a corner reads 4 positions and the center 9.
 
-    With 6 taps the top left reads 2, the bottom right 4.
+    With 6 taps the top left reads 2, the bottom right 4. With 4 taps the top left reads all, the
+    bottom right itself. With 3, the last row has no third one to read.
     """
-    sums = {heads: phi(heads, 4, 5).sum((0, 2)).unflatten(0, (4, 5)) for heads in (9, 6)}
+    sums = {heads: phi(heads, 4, 5).sum((0, 2)).unflatten(0, (4, 5)) for heads in (9, 6, 4, 3)}
     assert (sums[9][0, 0], sums[9][1, 1], sums[9][3, 4]) == (4, 9, 4)
     assert (sums[6][0, 0], sums[6][1, 1], sums[6][3, 4]) == (2, 6, 4)
+    assert (sums[4][0, 0], sums[4][1, 1], sums[4][3, 4]) == (4, 4, 1)
+    assert (sums[3][0, 0], sums[3][3, 0], sums[3][0, 4]) == (3, 2, 2)
     assert all(phi(heads, 4, 5).sum(2).max() == 1 for heads in HEADS)
 
 
@@ -80,12 +87,33 @@ def test_conv_of_9_heads_is_a_3_x_3_convolution_and_of_6_one_without_the_last_ro
         torch.testing.assert_close(conv(x), want)
 
 
-@pytest.mark.parametrize("heads", [2, 3, 4, 10, 12, 16, 26, 36])
-def test_numbers_of_heads_without_a_center_are_refused(heads):
-    with pytest.raises(
-        ValueError, match=f"{heads} heads have no CONV: their square of . x . taps has no center"
-    ):
-        conv_taps(heads)
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@pytest.mark.parametrize("side", [2, 3, 4, 5, 6])
+def test_a_full_square_is_pytorchs_convolution_of_the_same_size(side):
+    """Even sides too, whose padding PyTorch adds below and right."""
+    torch.manual_seed(0)
+    conv, x = Conv(3, side**2).double(), torch.randn(2, 3, 7, 8, dtype=torch.float64)
+    want = F.conv2d(x, conv.weight.unflatten(2, (side, side)), conv.bias, padding="same")
+    torch.testing.assert_close(conv(x), want)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_shared_conv_is_the_sum_of_phi_x_w_for_any_number_of_heads(heads):
+    """Equation 4, by the kernels W_h^V W_h^O."""
+    torch.manual_seed(heads)
+    D, x = 2 * heads, torch.randn(2, 2 * heads, 5, 7, dtype=torch.float64)
+    value, proj = (torch.randn(D, D, dtype=torch.float64) for _ in range(2))
+    want = 0
+    for head, matrix in enumerate(phi(heads, 5, 7)):
+        part = slice(2 * head, 2 * head + 2)
+        want = want + matrix @ x.flatten(2).mT @ (proj[:, part] @ value[part]).T
+    got = shared_conv(x, SharedWeights(value, proj, *5 * [None]), heads).flatten(2).mT
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+def test_no_heads_have_no_conv():
+    with pytest.raises(ValueError, match="0 heads have no CONV; give at least one"):
+        conv_taps(0)
 
 
 @pytest.mark.parametrize("name", ["bootstrapping_vit_micro", "lvvit_micro"])
@@ -205,6 +233,24 @@ def test_parameter_counts_are_those_of_table_1(name, kwargs, counts):
 
 
 @pytest.mark.parametrize(
+    ("name", "down", "billion"),
+    [
+        ("agent_s", None, 1.91),
+        ("agent_s", (2, 5), 3.37),
+        ("agent_b", None, 5.15),
+        ("agent_b", (4, 10), 9.46),
+    ],
+)
+def test_operations_are_those_that_the_help_names(name, down, billion):
+    """Multiply-adds at 224 px: of Table 7's agents, and of those that meet Table 1 within 1 %."""
+    with meta_device():
+        agent = timm.create_model(name, down=down, num_classes=100).eval()
+        with FlopCounterMode(display=False) as counter:
+            agent(torch.empty(1, 3, 224, 224))
+    assert counter.get_total_flops() / 2e9 == pytest.approx(billion, rel=0.01)
+
+
+@pytest.mark.parametrize(
     ("vit", "stem", "private", "total"),
     [
         ("bootstrapping_vit_s", "res-like", 212_100, 6_514_504),
@@ -298,7 +344,7 @@ def test_models_that_can_have_no_agent_are_refused(name, kwargs):
     "kwargs", [{}, {"feed_forward": "mlp", "aggregate": "none", "num_heads": 6}]
 )
 def test_dhvt_is_refused(kwargs):
-    """Also with a plain MLP and a number of heads that has a CONV."""
+    """Also with a plain MLP."""
     with meta_device():
         model = timm.create_model("dhvt_tiny_cifar_patch4", num_classes=2, depth=1, **kwargs)
     with pytest.raises(
@@ -319,8 +365,7 @@ def test_dhvt_is_refused(kwargs):
         ({"down": (0,)}, r"down \(0,\) must be numbers of blocks, from 1 to 6"),
         ({"down": (7,)}, "from 1 to 6"),
         ({"down": 3}, r"down 3 must be numbers of blocks, from 1 to 6"),
-        ({"num_heads": 4}, "4 heads have no CONV"),
-        ({"num_heads": 4, "own_weights": False}, "4 heads have no CONV"),
+        ({"num_heads": 0}, "0 heads have no CONV"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(kwargs, message):

@@ -27,6 +27,9 @@ the first batch to the end of the last step, and the share of that time spent wa
 in the supplement of the DRLoc paper (arXiv 2106.03746) gives it for CvT-13, Swin-T and T2T-ViT-14:
 2.43, 2.36 and 1.77 %.
 
+`--updates sgd sam` adds `ours+sgd`, the step with SGD and momentum, and `ours+sam`, the step with
+AdamW and Sharpness-Aware Minimization, which has two forward and backward passes.
+
 On a CPU, ours keeps freed memory (`tune_malloc`); timm's turns run with the C library's default
 behavior.
 
@@ -105,9 +108,10 @@ from densefeed.training.student import build_student
 
 OURS, TIMM, LABELS, DRLOC, LOADER = "ours", "timm", "ours+labels", "ours+drloc", "+loader"
 AGENT, BOTH, IN_TURN = "agent", "both", "ours, then agent"
+SGD, SAM = "ours+sgd", "ours+sam"
 # The ratios, and the required medians of some: labels cost at most 3 % of the step and of the
 # loader, DRLoc at most 2 %; two networks together take at most 1.15 times as long as one after the
-# other.
+# other; SGD takes no longer than AdamW, SAM at most 2.1 times as long.
 BARS = {
     (OURS, TIMM): None,
     (LABELS, OURS): 0.97,
@@ -115,6 +119,8 @@ BARS = {
     (OURS + LOADER, OURS): 0.97,
     (LABELS + LOADER, LABELS): 0.97,
     (BOTH, IN_TURN): 1 / 1.15,
+    (SGD, OURS): 1.0,
+    (SAM, OURS): 1 / 2.1,
 }
 # Largest relative difference of two losses that are equal up to rounding: bfloat16 resolves 2^-8,
 # and part of that remains in the sums.
@@ -155,6 +161,7 @@ class StepBenchmark(Output):
     drloc_grid: int = 7  # side to which the token grid is pooled for DRLoc; 0: no pooling
     # also measure an agent CNN alone, and ours together with it
     bootstrap: Literal["none", "joint", "shared"] = "none"
+    updates: tuple[Literal["sgd", "sam"], ...] = ()  # also measure ours with these
     # synthetic: a constant batch; ffcv: also measure ours with batches from --data
     loader: Literal["synthetic", "ffcv"] = "synthetic"
     data: Path | None = None  # a .beton, for --loader ffcv; tools/pack_dataset.py makes it
@@ -330,6 +337,8 @@ def make_config(benchmark: StepBenchmark, name: str, compile: str = "never") -> 
         drloc="l1" if name == DRLOC else "none",
         drloc_grid=benchmark.drloc_grid,
         bootstrap=benchmark.bootstrap if name == BOTH else "none",
+        optimizer="sgd" if name == SGD else "adamw",
+        sam_rho=0.1 if name == SAM else 0.0,
         batch=benchmark.batch,
         # One forward pass per step, as in timm's.
         microbatch=benchmark.batch,
@@ -402,6 +411,7 @@ def build_ours(
     """Build what each of ours trains: the model, alone and with additions, and its agent alone."""
     names = [OURS, *[LABELS] * (benchmark.objective == "token-label"), *[DRLOC] * benchmark.drloc]
     names += [AGENT, BOTH] if benchmark.bootstrap != "none" else []
+    names += [f"{OURS}+{update}" for update in dict.fromkeys(benchmark.updates)]
     found = {}
     for name in names:
         config = make_config(benchmark, name)
@@ -564,7 +574,8 @@ def measure_floor(step: OurStep, batch: Batch, classes: int) -> Floor:
 
     The forward and backward passes read the weights, and gradients are written. The update reads
     both and two moments, and writes weights and moments. EMA weights are read and written. The sum
-    is 12 times the weights' bytes. Saved activations are written and read once.
+    is 12 times the weights' bytes. Saved activations are written and read once. SGD has one moment.
+    SAM has the passes twice, and between them it copies, moves and restores the weights.
     """
     trainable, config = step.student.trainable, step.inputs.config
     size, (compute,) = config.data.size, step.losses(batch, 0)
@@ -581,7 +592,9 @@ def measure_floor(step: OurStep, batch: Batch, classes: int) -> Floor:
     matrices = sum(layer.weight.numel() for layer in heads if isinstance(layer, nn.Linear))
     flops += 3 * 2 * config.objective.drloc.pairs * matrices
     weights = sum(p.nbytes for p in trainable.parameters())
-    return Floor(flops, 12 * weights + 2 * saved.bytes)
+    sam, sgd = config.optim.sam_rho > 0, config.optim.optimizer == "sgd"
+    moves = 12 - 2 * sgd + 10 * sam
+    return Floor(flops, moves * weights + 2 * (1 + sam) * saved.bytes)
 
 
 def own_memory(key: Key, device: torch.device) -> None:
@@ -619,7 +632,7 @@ def ratios(rates: Rates) -> list[dict]:
     """Return the ratios of contestants within rounds.
 
     They are: ours to timm's, with to without labels, with to without DRLoc, the loader's batches to
-    constant ones, and two networks together to one after the other.
+    constant ones, two networks together to one after the other, and SGD and SAM to AdamW.
     """
     rates = dict(rates)
     for mode in dict.fromkeys(mode for name, mode in rates if name == AGENT):

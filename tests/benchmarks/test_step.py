@@ -265,6 +265,30 @@ def test_cost_of_drloc(tmp_path, capsys):
     assert "0.98" in printed
 
 
+def test_steps_of_sgd_and_sam():
+    """From equal weights: the first loss is the same, the second another one after each update.
+
+    SAM does twice the operations; SGD moves the bytes of a moment less, which is read and written.
+    """
+    contest = build(updates=("sgd", "sam"))
+    assert [name for name, _ in contest.works] == ["ours", "ours+sgd", "ours+sam", "timm"]
+    ours, sgd, sam = (contest.floors[name] for name in ("ours", "ours+sgd", "ours+sam"))
+    assert sgd.flops_per_image == ours.flops_per_image == sam.flops_per_image / 2
+    model = timm.create_model("lvvit_micro", img_size=32, num_classes=30, token_head=False)
+    weights = 4 * sum(parameter.numel() for parameter in model.parameters())
+    assert ours.bytes_per_step - sgd.bytes_per_step == 2 * weights
+    assert sam.bytes_per_step == pytest.approx(2 * ours.bytes_per_step - 2 * weights)
+    for turn in contest.works.values():
+        turn(0)
+    losses = {name: float(loss) for (name, _), loss in contest.losses.items()}
+    assert len({losses["ours"], losses["ours+sgd"], losses["ours+sam"]}) == 3
+    rates = {(name, "eager"): [1.0] for name in ("ours", "ours+sgd", "ours+sam")}
+    assert [(one["a"], one["b"]) for one in step.ratios(rates)] == [
+        ("ours+sgd", "ours"),
+        ("ours+sam", "ours"),
+    ]
+
+
 def test_copy_rate_counts_bytes_read_and_written(monkeypatch):
     """Each reading of the clock takes 0.01 s, and so does each copy."""
     ticks = count()

@@ -225,6 +225,8 @@ class BootstrapOptions(Options):
     distill_temperature: Annotated[float, Bounds(1e-3)] = 4.0  # mutual distillation temperature
     # weight of the feature loss, which fits blocks to the features of the agent
     feature_weight: NonNegative = 10.0
+    # numbers from 1 of the blocks in the feature loss; empty: all
+    feature_blocks: tuple[int, ...] = ()
     # decay of the weight of the feature loss; linear: to 0 after the last epoch
     feature_decay: Literal["linear", "none"] = "linear"
     # normalization in the feature loss; layernorm: as published
@@ -316,8 +318,10 @@ class Bootstrapping(Objective):
     def feature_loss(
         self, tokens: Sequence[Tensor], maps: Sequence[Tensor], weight_N: Tensor
     ) -> Tensor:
-        """Compute `feature_loss` with the options of the run."""
+        """Compute `feature_loss` of the blocks and with the options of the run."""
         options = self.options
+        if options.feature_blocks:
+            tokens, maps = ([x[n - 1] for n in options.feature_blocks] for x in (tokens, maps))
         return feature_loss(tokens, maps, weight_N, options.feature_norm, options.feature_adapt)
 
     def wrap(self, model: nn.Module, num_classes: int, place: Place) -> JointModel:
@@ -338,12 +342,19 @@ class Bootstrapping(Objective):
             )
         given = {"stem": options.agent, "token_head": self.needs_tokens} | given
         try:
-            return make_agent(model, num_classes, shared=options.mode == "shared", **given)
+            agent = make_agent(model, num_classes, shared=options.mode == "shared", **given)
         except (ValueError, TypeError) as error:
             raise UserError(
                 f"--bootstrap {options.mode}: {self.setting.model} cannot have this agent "
                 f"({error}); choose another --model, --model-kwargs or --agent-kwargs"
             ) from error
+        chosen, depth = options.feature_blocks, len(agent.blocks)
+        if not set(chosen) <= set(range(1, depth + 1)) or len(set(chosen)) < len(chosen):
+            raise UserError(
+                f"--feature-blocks {' '.join(map(str, chosen))}: {self.setting.model} has blocks 1 "
+                f"to {depth}; name each at most once"
+            )
+        return agent
 
     def inputs(self, plan: EpochPlan, epoch: int, batch: Batch) -> tuple[Tensor, Any]:
         """Return the decay factor of the feature loss, float32 `[]`, and the base's inputs.

@@ -411,6 +411,8 @@ def test_feature_weight_decay(config, decay, shares):
             dict(model="nfnet_micro", model_kwargs=()),
             "nfnet_micro cannot have this agent .it has no blocks of attention",
         ),
+        (dict(feature_blocks=(1, 3)), "--feature-blocks 1 3: .*micro has blocks 1 to 2; name each"),
+        (dict(feature_blocks=(1, 1)), "--feature-blocks 1 1: .*name each at most once"),
         (dict(agent_kwargs=("down=(9,)",)), r"down \(9,\) must be numbers of blocks, from 1 to 2"),
         (dict(agent_kwargs=("down=3",)), r"down 3 must be numbers of blocks, from 1 to 2"),
         (
@@ -513,6 +515,21 @@ def test_transformers_with_and_without_agents(config, name):
             match=rf"{bootstrap}: {name} cannot have this agent \({why}.*; choose another",
         ):
             objective_for(run).check_sizes(model, 2)
+
+
+def test_feature_blocks_are_the_terms_of_equation_7(config):
+    """The losses of single blocks sum to that of all, which is that of none named."""
+    model, found = wrapped_and_first_batch(config())
+    output = model(found.batch.image)
+    weight = found.batch.weight
+
+    def features(*blocks: int) -> torch.Tensor:
+        objective = objective_for(config(feature_blocks=blocks))
+        return objective.feature_loss(output.tokens, output.maps, weight)
+
+    assert features(1) != features(2)
+    torch.testing.assert_close(features(1) + features(2), features())
+    torch.testing.assert_close(features(2, 1), features())
 
 
 def test_error_on_resume_with_other_bootstrap_mode(config):

@@ -154,13 +154,27 @@ class Stage(nn.Module):
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim)) if class_token else None
         self.grad_checkpointing = False
 
-    def forward(self, x_NCHW: Tensor) -> tuple[Tensor, Tensor]:
+    def _embed(self, x_NCHW: Tensor) -> tuple[Tensor, Grid]:
         x_NTD, grid = self.patch_embed(x_NCHW)
         if self.cls_token is not None:
             x_NTD = torch.cat([self.cls_token.expand(x_NTD.shape[0], -1, -1), x_NTD], dim=1)
+        return x_NTD, grid
+
+    def forward(self, x_NCHW: Tensor) -> tuple[Tensor, Tensor]:
+        x_NTD, grid = self._embed(x_NCHW)
         x_NTD = run_blocks(self.blocks, x_NTD, grid, grad_checkpointing=self.grad_checkpointing)
         class_NXD, patch_NDRC = split_tokens(x_NTD, grid)
         return patch_NDRC, class_NXD
+
+    def forward_blocks(self, x_NCHW: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Return the map after every block, and the class token after the last."""
+        x_NTD, grid = self._embed(x_NCHW)
+        maps = []
+        for block in self.blocks:
+            x_NTD = run_blocks([block], x_NTD, grid, grad_checkpointing=self.grad_checkpointing)
+            class_NXD, patch_NDRC = split_tokens(x_NTD, grid)
+            maps.append(patch_NDRC)
+        return maps, class_NXD
 
 
 class CvT(PrunableLayers, nn.Module):
@@ -310,6 +324,15 @@ class CvT(PrunableLayers, nn.Module):
                 # LayerNorm normalizes the last axis, so channels go there and back.
                 maps.append(self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) if normed else x)
         return maps if intermediates_only else (self._final(class_NXD, x), maps)
+
+    def forward_blocks(self, image_NCHW: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return final features, and the map `[N, D, R, C]` after every block of every stage."""
+        maps, x_NDRC = [], image_NCHW
+        for stage in self.stages:
+            own, class_NXD = stage.forward_blocks(x_NDRC)
+            maps += own
+            x_NDRC = own[-1]
+        return self._final(class_NXD, x_NDRC), maps
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Return logits from the output of `forward_features`.

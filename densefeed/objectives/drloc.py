@@ -6,7 +6,7 @@ supplementary; `published` is what its public code does instead, where that diff
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tyro.conf import arg
 
+from densefeed.models.block_maps import forward_block_maps, forward_merged_maps
 from densefeed.models.patch_dropout import refuse_patch_dropout
 from densefeed.models.token_transformer import Grid, to_map
 from densefeed.objectives.base import Objective, Place, Setting, StepContext
@@ -33,8 +34,6 @@ from densefeed.system.options import Count, NonNegative, NonNegativeInt, Options
 Variant = Literal["l1", "signed", "ce", "reg", "all"]
 # Epochs in which the published code raises the weight of the loss. The paper mentions no schedule.
 RISING_EPOCHS = 20
-# Neurons of each hidden layer. Table 16: 256 and 1,024 gain less.
-HIDDEN = 512
 ALPHA = 1e-3  # of equation 6
 # Keeps equation 6 finite where a distribution has a single offset; the value of the public code.
 MIN_VARIANCE = 1e-8
@@ -117,18 +116,18 @@ def offset_classes(side: int, published: bool = False) -> int:
 class LocalizationHead(nn.Sequential):
     """Head of Table 15: concatenated embeddings of a pair `[..., 2 width]` to `[..., outputs]`.
 
-    With `deep` a third linear layer without an activation precedes the last, as in the public code
-    of `ce` and `reg`.
+    Each of the two hidden layers has `hidden` neurons (Table 16). With `deep` a third linear layer
+    without an activation precedes the last, as in the public code of `ce` and `reg`.
     """
 
-    def __init__(self, width: int, outputs: int, deep: bool = False) -> None:
+    def __init__(self, width: int, outputs: int, hidden: int, deep: bool = False) -> None:
         super().__init__(
-            nn.Linear(2 * width, HIDDEN),
+            nn.Linear(2 * width, hidden),
             nn.ReLU(),
-            nn.Linear(HIDDEN, HIDDEN),
+            nn.Linear(hidden, hidden),
             nn.ReLU(),
-            *([nn.Linear(HIDDEN, HIDDEN)] if deep else []),
-            nn.Linear(HIDDEN, outputs),
+            *([nn.Linear(hidden, hidden)] if deep else []),
+            nn.Linear(hidden, outputs),
         )
 
 
@@ -191,6 +190,7 @@ class LocalizationLoss(nn.Module):
         published: targets count positions and are not fractions of the grid, so the same weight
             counts 2 k times as much in `signed` and k times in `l1`; `ce` and `reg` have other
             classes, a deeper head and twice the logarithm of equation 6.
+        hidden: neurons of each hidden layer of the heads.
 
     Forward takes maps `[N, D, R, C]`, 32 random bits for each coordinate of each pair (int64 `[N,
     M, 4]`: row and column of the first position, then of the second) and a weight for each image,
@@ -201,14 +201,21 @@ class LocalizationLoss(nn.Module):
     """
 
     def __init__(
-        self, variant: Variant, widths: Sequence[int], side: int, grid: Grid, published: bool
+        self,
+        variant: Variant,
+        widths: Sequence[int],
+        side: int,
+        grid: Grid,
+        published: bool,
+        hidden: int = 512,
     ) -> None:
         super().__init__()
         self.variant, self.side, self.published = variant, side, published
         classes = variant in ("ce", "reg")
         self.outputs = [offset_classes(k, published) if classes else 1 for k in grid]  # per axis
         self.heads = nn.ModuleList(
-            LocalizationHead(width, sum(self.outputs), published and classes) for width in widths
+            LocalizationHead(width, sum(self.outputs), hidden, published and classes)
+            for width in widths
         )
 
     def forward(self, maps: Sequence[Tensor], words_NM4: Tensor, weight_N: Tensor) -> Tensor:
@@ -276,17 +283,33 @@ def feature_map(features: Any, model: nn.Module, image_NCHW: Tensor) -> Tensor:
     raise ValueError("its features are neither a map nor a grid of tokens; choose another model")
 
 
+def forward_last_map(model: nn.Module, image_NCHW: Tensor) -> tuple[Any, list[Tensor]]:
+    """Return the input of the model's head, and its last map before the final norm."""
+    return model.forward_intermediates(image_NCHW, indices=1)
+
+
+def choose_maps(
+    model: nn.Module, variant: Variant, published: bool
+) -> Callable[[nn.Module, Tensor], tuple[Any, list[Tensor]]] | None:
+    """Return the function that runs a model and reads its maps; None: `forward_features`."""
+    if variant == "all":
+        merged = published and isinstance(model, SwinTransformer)
+        return forward_merged_maps if merged else forward_block_maps
+    before_norm = published and isinstance(model, SwinTransformer | VisionTransformer)
+    return forward_last_map if before_norm else None
+
+
 class LocalizedModel(nn.Module):
     """A timm model with a `LocalizationLoss` on its last map, or on all, in one forward pass.
 
     Args:
         model: has `forward_features` and `forward_head`, whose composition is its forward.
-        variant, side, published: see `LocalizationLoss`.
+        variant, side, published, hidden: see `LocalizationLoss`.
         shapes: of the inputs in training, sides or (height, width), pixels.
 
     The map is the output of `forward_features`, after the final norm. `all` reads the maps of
-    `forward_intermediates`, without norm: of every block, or of every stage of a pyramid.
-    `published` reads the map of Swin and ViT before the norm, as the public code does. Under
+    `forward_block_maps`, without norm. `published` reads the map of Swin and ViT before the norm,
+    and for `all` of Swin the maps of `forward_merged_maps`, both as the public code does. Under
     MixToken it is the map of the mixed image: exchanged tokens keep their position, so offsets stay
     correct.
 
@@ -302,16 +325,13 @@ class LocalizedModel(nn.Module):
         side: int,
         shapes: Sequence[int | Shape],
         published: bool = False,
+        hidden: int = 512,
     ) -> None:
         super().__init__()
-        self.model = model
-        # Of forward_intermediates: None is every map, 1 the last one.
-        self.indices = None if variant == "all" else 1
-        before_norm = published and isinstance(model, SwinTransformer | VisionTransformer)
-        self.from_blocks = variant == "all" or before_norm
+        self.model, self.read_maps = model, choose_maps(model, variant, published)
         needed = ["forward_features", "forward_head"]
         # Not every timm model has it.
-        if self.from_blocks:
+        if self.read_maps:
             needed.append("forward_intermediates")
         if missing := [name for name in needed if not callable(getattr(model, name, None))]:
             other = ", or another variant" if missing[0] == "forward_intermediates" else ""
@@ -329,7 +349,7 @@ class LocalizedModel(nn.Module):
                 "for each; choose one --size"
             )
         widths = [D for D, _, _ in maps[0]]
-        self.localizer = LocalizationLoss(variant, widths, side, grids[0], published)
+        self.localizer = LocalizationLoss(variant, widths, side, grids[0], published, hidden)
 
     @property
     def networks(self) -> tuple[nn.Module]:
@@ -350,8 +370,8 @@ class LocalizedModel(nn.Module):
 
     def _features(self, image_NCHW: Tensor, **more: Any) -> tuple[Tensor, list[Tensor]]:
         """Return the input of the model's head, and the maps."""
-        if self.from_blocks:
-            return self.model.forward_intermediates(image_NCHW, indices=self.indices)
+        if self.read_maps:
+            return self.read_maps(self.model, image_NCHW)
         features = self.model.forward_features(image_NCHW, **more)
         return features, [feature_map(features, self.model, image_NCHW)]
 
@@ -382,6 +402,8 @@ class DRLocOptions(Options):
     pairs: Annotated[Count, arg(name="drloc-pairs")] = 64
     # rows to which the grid of tokens is pooled for the localization loss; 0: no pooling
     grid: Annotated[NonNegativeInt, arg(name="drloc-grid")] = 7
+    # neurons of each hidden layer of the localization heads; the paper also has 256 and 1024
+    hidden: Annotated[Count, arg(name="drloc-hidden")] = 512
     # as the published code: offsets counted in positions, a weight schedule, other heads
     published: Annotated[bool, arg(name="drloc-published")] = False
 
@@ -413,7 +435,12 @@ class DRLoc(Objective):
         options = self.options
         try:
             heads = LocalizedModel(
-                model, options.variant, options.grid, self.setting.shapes, options.published
+                model,
+                options.variant,
+                options.grid,
+                self.setting.shapes,
+                options.published,
+                options.hidden,
             )
         # Any of timm's models may be given, and they fail in all these ways.
         except (ValueError, RuntimeError, AssertionError, AttributeError, TypeError) as error:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from densefeed.models import checkpoints  # noqa: F401  (registers our models)
+from densefeed.models.block_maps import forward_block_maps, forward_merged_maps
 from densefeed.objectives.drloc import (
     ALPHA,
     LocalizationHead,
@@ -24,6 +25,8 @@ from densefeed.objectives.drloc import (
     regression_loss,
     select_positions,
 )
+
+from ..runs import meta_device
 
 VARIANTS = ("l1", "signed", "ce", "reg", "all")
 SWIN = dict(
@@ -76,7 +79,7 @@ def test_head_has_published_parameters(width, count):
     Counted by hand: two hidden layers of 512, two outputs, biases.
     """
     assert count == (2 * width + 1) * 512 + 513 * 512 + 513 * 2
-    assert sum(p.numel() for p in LocalizationHead(width, 2).parameters()) == count
+    assert sum(p.numel() for p in LocalizationHead(width, 2, 512).parameters()) == count
     assert (
         sum(
             p.numel()
@@ -84,6 +87,29 @@ def test_head_has_published_parameters(width, count):
         )
         == count
     )
+
+
+@pytest.mark.parametrize(("hidden", "count"), [(256, 459_778), (512, 1_050_626), (1024, 2_625_538)])
+def test_hidden_neurons_of_table_16(hidden, count):
+    """For Swin-T, counted by hand as above."""
+    assert count == (2 * 768 + 1) * hidden + (hidden + 1) * hidden + (hidden + 1) * 2
+    loss = LocalizationLoss("l1", [768], 7, (7, 7), published=False, hidden=hidden)
+    assert sum(p.numel() for p in loss.parameters()) == count
+
+
+@pytest.mark.parametrize(
+    ("published", "heads", "count"), [(False, 12, 7_692_312), (True, 4, 3_219_464)]
+)
+def test_all_of_swin_t_has_a_head_for_every_block(published, heads, count):
+    """Equation 7, and the four heads of the public code; built on the meta device."""
+    with meta_device():
+        model = timm.create_model("swin_tiny_patch4_window7_224")
+        localizer = LocalizedModel(model, "all", 7, [224], published).localizer
+    widths = 2 * [96] + 2 * [192] + 6 * [384] + 2 * [768]
+    own = sum((2 * width + 1) * 512 + 513 * 512 + 513 * 2 for width in widths)
+    assert published or own == count
+    assert len(localizer.heads) == heads
+    assert sum(p.numel() for p in localizer.parameters()) == count
 
 
 def test_heads_of_other_variants_have_published_parameters():
@@ -114,7 +140,7 @@ def test_heads_of_other_variants_have_published_parameters():
 
 def test_head_is_three_linear_layers_with_relu_between():
     torch.manual_seed(0)
-    head, x = LocalizationHead(3, 2), torch.randn(4, 6)
+    head, x = LocalizationHead(3, 2, 512), torch.randn(4, 6)
     first, second, last = (layer for layer in head if isinstance(layer, nn.Linear))
     want = (x @ first.weight.T + first.bias).clamp(min=0)
     want = (want @ second.weight.T + second.bias).clamp(min=0) @ last.weight.T + last.bias
@@ -227,14 +253,23 @@ def test_map_of_oblong_image():
 
 
 def test_published_reads_before_norm_and_all_reads_every_block():
+    """`all` with `published` reads the four maps of the public code's Swin."""
     image = torch.randn(2, 3, 64, 64)
     for name in ("test_vit", "swin_tiny_patch4_window7_224", "lvvit_micro"):
         model = network(name).eval()
         maps = model.forward_intermediates(image, intermediates_only=True)
-        for variant, published, want in (("l1", True, maps[-1:]), ("all", False, maps)):
+        _, blocks = forward_block_maps(model, image)
+        swin = "swin" in name
+        _, merged = forward_merged_maps(model, image) if swin else (None, blocks)
+        assert len(blocks) == (5 if swin else len(model.blocks))
+        for variant, published, want in (
+            ("l1", True, maps[-1:]),
+            ("all", False, blocks),
+            ("all", True, merged),
+        ):
             both = LocalizedModel(model, variant, 0, [64], published)
             assert len(both.localizer.heads) == len(want)
-            if published and name == "lvvit_micro":
+            if variant == "l1" and name == "lvvit_micro":
                 want = model.forward_intermediates(
                     image, indices=1, norm=True, intermediates_only=True
                 )

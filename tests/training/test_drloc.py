@@ -53,6 +53,25 @@ COMBINED = {
         model_kwargs=SWIN,
         size=64,
     ),
+    "swin, all, checkpointing": dict(
+        CE,
+        drloc="all",
+        drloc_grid=0,
+        model="swin_tiny_patch4_window7_224",
+        model_kwargs=SWIN,
+        size=64,
+        grad_checkpointing=True,
+    ),
+    "swin, all, published": dict(
+        CE,
+        drloc="all",
+        drloc_grid=0,
+        drloc_hidden=16,
+        drloc_published=True,
+        model="swin_tiny_patch4_window7_224",
+        model_kwargs=SWIN,
+        size=64,
+    ),
     "dhvt, token labels": dict(
         drloc="l1", drloc_grid=8, model="dhvt_tiny_cifar_patch4", model_kwargs=("depth=2",)
     ),
@@ -128,6 +147,7 @@ def test_combinations_train_and_change_heads(micro, tmp_path, name):
             r"for crossvit_tiny_240: its features are neither a map nor a grid of tokens",
         ),
         (dict(drloc_pairs=0), "--drloc-pairs is 0, and must be at least 1"),
+        (dict(drloc_hidden=0), "--drloc-hidden is 0, and must be at least 1"),
         (dict(drloc_weight=-1.0), "--drloc-weight is -1, and must be at least 0$"),
         (dict(drloc_weight=math.inf), "--drloc-weight is inf, and must be at least 0 and finite"),
         (dict(drloc_grid=-1), "--drloc-grid is -1, and must be at least 0"),
@@ -145,6 +165,7 @@ def test_error_on_resume_with_other_drloc_options(micro, tmp_path):
         dict(drloc="none"),
         dict(drloc_weight=0.1),
         dict(drloc_pairs=8),
+        dict(drloc_hidden=64),
         dict(drloc="signed"),
     ):
         name = next(iter(fields))

@@ -275,18 +275,31 @@ def test_drloc_recipes_match_supplementary(command):
         # The published rates: 5e-7, 5e-4 and 5e-6 a batch of 512.
         assert learning_rate(config.optim, 0, 10) == pytest.approx(1e-6)
         assert config.optim.min_lr == 1e-5
-    tuned = NAMED["swin_t_drloc_fine_tune"]()
-    assert (
-        tuned.optim.epochs,
-        tuned.optim.warmup_epochs,
-        tuned.optim.peak_lr,
-        tuned.model.init,
-    ) == (100, 10, 5e-4, tyro.MISSING)
+    for name in weights:
+        tuned, free = NAMED[f"{name}_fine_tune"](), dict(init=None, lr=1e-3, warmup_epochs=20)
+        assert (
+            tuned.optim.epochs,
+            tuned.optim.warmup_epochs,
+            tuned.optim.peak_lr,
+            tuned.model.init,
+        ) == (100, 10, 5e-4, tyro.MISSING)
+        assert with_options(tuned, **free) == NAMED[name]()
     done = command("train.py", "swin_t_drloc_fine_tune", *FOLDERS)
     assert done.returncode == 2
     assert "--init" in done.stdout + done.stderr
     micro, plain = NAMED["lvvit_micro_drloc"](), NAMED["lvvit_micro_ce"]()
     assert with_options(micro, drloc="none", drloc_grid=7) == plain
+
+
+def test_published_vit_b_of_drloc_has_the_parameters_in_the_help():
+    """86.4 M in the paper; without the biases of q, k and v as counted on the public code."""
+    about = getdoc(NAMED["vit_b_drloc"])
+    words = re.search(r"--model-kwargs (qkv_bias=False proj_drop_rate=0.1),", about)[1].split()
+    config = with_options(NAMED["vit_b_drloc"](), model_kwargs=tuple(words))
+    counts = re.search(r"([\d,]+) parameters, not ([\d,]+)\.", about).groups()
+    want = [int(count.replace(",", "")) for count in counts]
+    assert [count_parameters(config), count_parameters(NAMED["vit_b_drloc"]())] == want
+    assert want[0] == 86_540_008
 
 
 DHVT = {  # peak rate at the recipe's batch, batch, epochs of warm-up, epochs, size
@@ -329,6 +342,9 @@ def test_dhvt_recipes_match_supplementary(size, kind):
     assert config.optim.weight_decay == (1e-8 if kind == "fine_tune" else 0.05)
     assert config.optim.min_lr == (1e-6 if kind == "fine_tune" else 1e-5)
     assert (config.model.init is tyro.MISSING) == (kind == "fine_tune")
+    # Table 10 is trained "under the same training scheme" as DRLoc.
+    drloc = NAMED["swin_t_drloc"]().optim.clip_grad
+    assert config.optim.clip_grad == (drloc if kind == "100_epochs" else 0) <= 5
     if "cifar" in kind:
         assert (config.augment.shift, config.data.crop_scale, config.data.crop_pct) == (
             4,

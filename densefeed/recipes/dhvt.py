@@ -47,7 +47,8 @@ def dhvt_t_cifar_patch4() -> Config:
     python train.py dhvt_t_cifar_patch4 --loader ffcv --data train.beton --val val.beton \\
         --out runs/dhvt_t_cifar_patch4
 
-    Table 5: 80.98 % on CIFAR-100 (other tables have 80.85 and 80.90). Not run here.
+    Table 5: 80.98 % on CIFAR-100 (other tables have 80.85 and 80.90). The border of a shifted image
+    has the mean color here, and is black in the published code. Not run here.
     """
     return with_options(CIFAR, model="dhvt_tiny_cifar_patch4")
 
@@ -58,7 +59,8 @@ def dhvt_t_cifar_patch2() -> Config:
     python train.py dhvt_t_cifar_patch2 --loader ffcv --data train.beton --val val.beton \\
         --out runs/dhvt_t_cifar_patch2
 
-    Table 11 lists this model; no table has its accuracy. Not run here.
+    Table 11 lists this model; no table has its accuracy. The border of a shifted image has the mean
+    color here, and is black in the published code. Not run here.
     """
     return with_options(CIFAR, model="dhvt_tiny_cifar_patch2")
 
@@ -69,7 +71,8 @@ def dhvt_s_cifar_patch4() -> Config:
     python train.py dhvt_s_cifar_patch4 --loader ffcv --data train.beton --val val.beton \\
         --out runs/dhvt_s_cifar_patch4
 
-    Table 4: 82.82 % on CIFAR-100. Not run here.
+    Table 4: 82.82 % on CIFAR-100. The border of a shifted image has the mean color here, and is
+    black in the published code. Not run here.
     """
     return with_options(CIFAR, model="dhvt_small_cifar_patch4")
 
@@ -81,7 +84,8 @@ def dhvt_s_cifar_patch2() -> Config:
         --out runs/dhvt_s_cifar_patch2
 
     Section 2.1: 85.68 % on CIFAR-100, for a model that it does not name; this is the largest model
-    of Table 11 for CIFAR. Not run here.
+    of Table 11 for CIFAR. The border of a shifted image has the mean color here, and is black in
+    the published code. Not run here.
     """
     return with_options(CIFAR, model="dhvt_small_cifar_patch2")
 

@@ -1,7 +1,6 @@
 """Recipes against the papers' tables and published commands; tables in the docs against models."""
 
 import re
-import shlex
 from inspect import getdoc
 from itertools import pairwise
 from pathlib import Path
@@ -10,42 +9,16 @@ import pytest
 import timm
 import tyro
 
-import densefeed.train as training
 from densefeed import recipes
 from densefeed.system.errors import UserError
 from densefeed.system.options import leaves, with_options
 from densefeed.tools.model_costs import costs_by_name
-from densefeed.training.config import Config
 from densefeed.training.schedule import learning_rate
 
+from ..documents import FOLDERS, NAMED, count_parameters, parse, table_rows
 from ..runs import meta_device, model_for, objective_for
 
 ROOT = Path(__file__).parents[2]
-NAMED = {recipe.__name__: recipe for recipe in recipes.RECIPES}
-FOLDERS = ["--data", "a", "--val", "b", "--out", "c"]
-
-
-def parse(command: str, monkeypatch) -> Config:
-    """Return the config that train.py would run for a command as shown in a document.
-
-    The command line has only the recipe of the command and another one, because every call of
-    `main` makes all recipes that it has, which takes six times as long.
-    """
-    words, given = shlex.split(command), []
-    assert words[:2] == ["python", "train.py"]
-    other = "lvvit_micro_ce" if words[2] != "lvvit_micro_ce" else "lvvit_micro_token_label"
-    monkeypatch.setattr(training, "RECIPES", [NAMED[words[2]], NAMED[other]])
-    monkeypatch.setattr("sys.argv", [*words[1:], *(FOLDERS if "--data" not in words else [])])
-    monkeypatch.setattr(training, "train", given.append)
-    training.main()
-    return given[0]
-
-
-def count_parameters(config: Config, num_classes: int = 1000) -> int:
-    """Count the parameters of the model of a config, on the meta device."""
-    with meta_device():
-        model = model_for(config, num_classes)
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def num_classes(name: str) -> int:
@@ -60,16 +33,6 @@ def num_classes(name: str) -> int:
         "dhvt_s_fine": 100,
     }
     return next((count for word, count in known.items() if word in name), 1000)
-
-
-def table_rows(text: str, columns: int) -> list[list[str]]:
-    """Return the cells of all Markdown table rows of `columns` columns, without heads and rules."""
-    split = [
-        [cell.strip() for cell in line.strip("|").split(" | ")]
-        for line in text.splitlines()
-        if line.startswith("| ")
-    ]
-    return [cells for cells in split if len(cells) == columns and "`" in "".join(cells)]
 
 
 @pytest.mark.parametrize("recipe", recipes.RECIPES, ids=lambda r: r.__name__)

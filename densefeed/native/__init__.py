@@ -68,6 +68,8 @@ SAMPLE = np.dtype(
         ("width", "i4"),
         ("box_tlhw", "f8", 4),  # pixels
         ("flip", "i4"),
+        # BILINEAR or BICUBIC, which resizes the crop.
+        ("filter", "i4"),
         ("status", "i4"),
         # Microseconds, in the order of STAGES.
         ("took", "f4", 4),
@@ -127,7 +129,6 @@ class _Batch(Structure):
         ("part_crc", c_void_p),
         ("packed", c_void_p),
         ("limits", c_void_p),
-        ("filter", c_int),
         ("next", c_int),
         ("done", c_int),
         ("cancelled", c_int),
@@ -295,7 +296,6 @@ class Job:
             fields, and `bytes` only where it points to the sample's own bytes.
         parts: the score maps to read with the images.
         keep: other objects that must outlive the decoding (the bytes that samples point to).
-        filter: BILINEAR or BICUBIC, used to resize the crops.
     """
 
     def __init__(
@@ -304,13 +304,12 @@ class Job:
         pixels: np.ndarray,
         parts: Parts | None = None,
         keep: object = None,
-        filter: int = BILINEAR,
     ) -> None:
         assert samples.dtype == SAMPLE
         assert samples.flags.c_contiguous
         assert pixels.flags.c_contiguous
         self.samples, self.pixels, self._keep = samples, pixels, [keep]
-        self.batch = _Batch(samples.ctypes.data, len(samples), filter=filter)
+        self.batch = _Batch(samples.ctypes.data, len(samples))
         if pixels.dtype == CUT:
             assert pixels.shape == samples.shape
             self.batch.cuts = pixels.ctypes.data

@@ -82,7 +82,7 @@ typedef struct {
     int32_t file, kind; /* file descriptor; JPEG, RAW (rows of RGB) or PLANES (planes.c) */
     int32_t height, width; /* as recorded in the dataset; a JPEG of another size is damaged */
     double top, left, box_height, box_width; /* the crop, pixels */
-    int32_t flip, status;
+    int32_t flip, filter, status; /* filter: BILINEAR or BICUBIC, to resize the crop */
     float took[4]; /* microseconds; of crops decoded together, the first has READ and DECODE */
     char message[MESSAGE];
 } Sample;
@@ -130,7 +130,6 @@ typedef struct Batch {
      * logits, classes, logsumexps and Windows. */
     const Packed *packed;
     const Limits *limits; /* NULL: the values of score maps are not checked */
-    int filter;
     int next, done, cancelled; /* guarded by the pool's lock */
     struct Batch *after;
 } Batch;

@@ -418,7 +418,7 @@ FOR_EVERY_CPU static void shrink_rows(int16_t *const middle[3], const Axis axis[
 /* Resample the crop of sample `index` from its decoded picture, to height x width x 3 bytes. */
 int resample(const Batch *batch, int index, Scratch *scratch, const Picture *picture) {
     Sample *sample = &batch->samples[index];
-    int height = batch->height, width = batch->width, filter = batch->filter;
+    int height = batch->height, width = batch->width, filter = sample->filter;
     double top = sample->top / picture->scale, left = sample->left / picture->scale;
     double tall = sample->box_height / picture->scale, wide = sample->box_width / picture->scale;
     int high_x = min((int)ceil(left + wide - 1e-9), picture->width);

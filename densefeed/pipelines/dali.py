@@ -143,6 +143,9 @@ def build(run: int, threads: int, device: int | None, regions: bool, resize: boo
         def pair(name: str, dtype: object) -> object:
             return fn.external_source(name=name, dtype=dtype, ndim=1)
 
+        def number(name: str) -> object:
+            return fn.external_source(name=name, dtype=types.INT32, ndim=0)
+
         anchor, shape = pair("anchor", types.INT32), pair("shape", types.INT32)
         # The teacher of the maps and the other loaders ignore EXIF orientation too.
         options = {"adjust_orientation": False}
@@ -160,8 +163,8 @@ def build(run: int, threads: int, device: int | None, regions: bool, resize: boo
                 size=pair("size", types.FLOAT),
                 roi_start=pair("start", types.FLOAT),
                 roi_end=pair("end", types.FLOAT),
-                # The filter of Pillow's BILINEAR. DALI deprecates its other name, triangular.
-                interp_type=types.INTERP_LINEAR,
+                # DALI refuses integers in place of its own type.
+                interp_type=fn.reinterpret(number("filter"), dtype=types.INTERP_TYPE),
                 antialias=True,
             )
         pipeline.set_outputs(image)
@@ -185,6 +188,7 @@ def feed(
     box_tlhw_N4: np.ndarray,
     flip_N: np.ndarray,
     size: int | Shape | None,
+    filter_N: np.ndarray | None = None,
 ) -> None:
     """Start a run. `jpegs` must live until the run is finished.
 
@@ -194,6 +198,7 @@ def feed(
         flip_N: whether a crop is mirrored left-right, bool.
         size: side of the output, or height and width, pixels; None if the pipeline neither resizes
             nor mirrors.
+        filter_N: native.BILINEAR or native.BICUBIC for each crop; None: all bilinear.
     """
     low, high = cover_boxes(box_tlhw_N4)
     inputs = {
@@ -207,9 +212,19 @@ def feed(
         # A region of interest from right to left mirrors the image without a further pass.
         start[flip_N, 1], end[flip_N, 1] = end[flip_N, 1], start[flip_N, 1]
         inputs |= {"start": start, "end": end, "size": np.full((len(jpegs), 2), size, np.float32)}
+        inputs["filter"] = dali_filters(np.zeros(len(jpegs)) if filter_N is None else filter_N)
     for name, value in inputs.items():
         pipeline.feed_input(name, value)
     pipeline.schedule_run()
+
+
+def dali_filters(filter_N: np.ndarray) -> np.ndarray:
+    """Translate native.BILINEAR and BICUBIC to DALI's numbers of the same filters: int32 `[N]`."""
+    from nvidia.dali import types
+
+    # Both are Pillow's. DALI deprecates the other name of the first, triangular.
+    cubic, linear = int(types.INTERP_CUBIC), int(types.INTERP_LINEAR)
+    return np.where(filter_N == native.BICUBIC, cubic, linear).astype(np.int32)
 
 
 # --------------------------------------------------------------- can the GPU decode regions?
@@ -524,7 +539,8 @@ class _Engine:
                     self._pipeline = build(
                         self._rows, self._threads, self._number, self._regions, on_gpu
                     )
-                feed(self._pipeline, run.jpegs, box_tlhw, flip, work.size if on_gpu else None)
+                size = work.size if on_gpu else None
+                feed(self._pipeline, run.jpegs, box_tlhw, flip, size, samples["filter"])
         except Exception as error:
             # The error may be that of a run before this one. Those runs are finished first, because
             # recovery drops the pipeline with all that it holds.

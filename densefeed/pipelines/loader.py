@@ -339,6 +339,7 @@ class ThreadedLoader:
         samples["box_tlhw"], samples["flip"] = self.plan.crops(
             epoch, ids, samples["height"], samples["width"], rows.repeat, u, shape
         )
+        samples["filter"] = np.where(self.plan.cubic_crops(u), native.BICUBIC, native.BILINEAR)
         maps = None
         if self.score_maps and self._maps:
             maps = self.source.map_rows(ids, self._memory)

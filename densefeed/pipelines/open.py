@@ -15,7 +15,7 @@ from densefeed.pipelines.dali import DaliLoader
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import CPU, Source, ThreadedLoader
-from densefeed.pipelines.plan import EpochPlan
+from densefeed.pipelines.plan import EpochPlan, Interpolation
 from densefeed.pipelines.shapes import (
     AspectBuckets,
     Shape,
@@ -65,6 +65,8 @@ class DataOptions(Options):
     side_multiple: Count = 16
     crop_scale: tuple[float, float] = (0.08, 1.0)  # area of a training crop, fraction of the image
     hflip: Fraction = 0.5  # probability of a left-right flip
+    # filter that resizes training crops; random: either for each crop; evaluation is bilinear
+    crop_interpolation: Interpolation = "bilinear"
     # side of the evaluation crop, fraction of the image's shorter side
     crop_pct: Annotated[float, Bounds(LEAST_CROP, 1)] = 0.9
 
@@ -214,6 +216,7 @@ def open_dataset(
         crop_scale=data.crop_scale,
         hflip=data.hflip,
         crop_pct=data.crop_pct,
+        crop_interpolation=data.crop_interpolation,
     )
     if training:
         check_memory(plan)

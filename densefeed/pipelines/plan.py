@@ -30,13 +30,15 @@ from densefeed.system.options import check_type, hints, to_plain
 ORDER, CROP, MIX, STEP, BLOCKS, AUGMENT, JITTER, ERASE, NOISE, SHIFT, PAIRS, OPERATION = range(12)
 SCALE, BATCHES, CUT = range(12, 15)
 # Attempts at a crop, as in torchvision's RandomResizedCrop. A crop reads numbers 0 to 9 for its
-# areas, 10 to 19 for its ratios, 20 to 22 for top, left and flip.
+# areas, 10 to 19 for its ratios, 20 to 23 for top, left, flip and filter.
 TRIES = 10
 # Samples whose sort keys are drawn at once. With more, the 64-bit words leave the cache: ImageNet's
 # order took 0.1 to 0.2 s longer in one piece.
 CHUNK = 2048
 # Width by height, least and most: the default of torchvision's RandomResizedCrop.
 CROP_RATIO = 3 / 4, 4 / 3
+
+Interpolation = Literal["bilinear", "bicubic", "random"]
 
 
 class RankRows(NamedTuple):
@@ -79,6 +81,8 @@ class EpochPlan:
         batch: rows of a global batch, over all ranks; a multiple of `ranks` and of `repeats`.
         seed: key of every draw, 64 bits.
         hflip: probability of a left-right flip.
+        crop_interpolation: the filter that resizes training crops, antialiased; `random` draws one
+            of the two for each crop. Evaluation is bilinear.
         rank, ranks: the rank whose rows `shard` returns, and the number of ranks.
         parts: forward passes that a global batch is divided into, over all ranks; a multiple of
             `ranks`; 0: one per rank. In training, row i and its mixing partner, row batch - 1 - i,
@@ -111,6 +115,7 @@ class EpochPlan:
     crop_scale: tuple[float, float] = (0.08, 1.0)
     hflip: float = 0.5
     crop_pct: float = 1.0
+    crop_interpolation: Interpolation = "bilinear"
 
     def __post_init__(self) -> None:
         for name, hint in hints(EpochPlan).items():
@@ -298,13 +303,15 @@ class EpochPlan:
     def crop_draws(
         self, epoch: int, ids_N: np.ndarray, repeat_N: np.ndarray | int = 0
     ) -> np.ndarray:
-        """Draw the numbers that `crops` reads: float64 `[23, N]`, in evaluation `[0, N]`.
+        """Draw the numbers that `crops` and `cubic_crops` read: float64 `[24, N]`.
+
+        In evaluation there are none, `[0, N]`.
 
         For 512 samples at once it takes less than twice the time of 32.
         """
         if self.mode == "evaluate":
             return np.empty((0, len(ids_N)))
-        return self.draws(epoch, ids_N, CROP, range(2 * TRIES + 3), repeat_N)
+        return self.draws(epoch, ids_N, CROP, range(2 * TRIES + 4), repeat_N)
 
     def crops(
         self,
@@ -327,7 +334,7 @@ class EpochPlan:
         if self.mode == "evaluate":
             return center_box(height_N, width_N, self.crop_pct), np.zeros(len(height_N), bool)
         u = self.crop_draws(epoch, ids_N, repeat_N) if u is None else u
-        down, right, mirror = u[2 * TRIES :]
+        down, right, mirror, _ = u[2 * TRIES :]
         least, most = self.crop_scale
         area = height_N * width_N * (least + (most - least) * u[:TRIES])
         ratios = (shape[1] / shape[0],) * 2 if self.buckets else CROP_RATIO
@@ -346,6 +353,17 @@ class EpochPlan:
         top = np.where(found, np.floor(down * (height_N - h + 1)), (height_N - h) // 2)
         left = np.where(found, np.floor(right * (width_N - w + 1)), (width_N - w) // 2)
         return np.stack([top, left, h, w], axis=1), mirror < self.hflip
+
+    def cubic_crops(self, u: np.ndarray) -> np.ndarray:
+        """Tell which crops are resized bicubically, the others bilinearly: bool `[N]`.
+
+        `u` is `crop_draws` of the samples.
+        """
+        N = u.shape[1]
+        if self.mode == "evaluate" or self.crop_interpolation != "random":
+            is_cubic = self.mode == "train" and self.crop_interpolation == "bicubic"
+            return np.full(N, is_cubic)
+        return u[-1] >= 0.5
 
     def mix_box(
         self, epoch: int, step: int, grid: Grid, kept: float | None = None

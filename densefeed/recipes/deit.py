@@ -4,6 +4,9 @@ from densefeed.recipes.lvvit import RELABEL, STANDARD, TOKEN_LABEL, S
 from densefeed.system.options import with_options
 from densefeed.training.config import Config
 
+# DeiT's code resizes training crops bicubically.
+DEIT_S = dict(model="deit_small_patch16_224", crop_pct=0.875, crop_interpolation="bicubic")
+
 
 def deit_s_224() -> Config:
     """DeiT-S (arXiv 2012.12877) of timm with image labels, MixUp and CutMix: Table 3, row 1.
@@ -15,7 +18,7 @@ def deit_s_224() -> Config:
     --repeats 3 --batch 1023 --epochs 100 --warmup-epochs 1.67, as an epoch here is then three times
     as long. Not run here.
     """
-    return with_options(STANDARD, model="deit_small_patch16_224", crop_pct=0.875)
+    return with_options(STANDARD, **DEIT_S)
 
 
 def deit_s_224_token_label() -> Config:
@@ -37,9 +40,7 @@ def table3_depth_16() -> Config:
 
     Table 3: 81.2 % (the paper states 28 M parameters; the model has 29.1 M). Not run here.
     """
-    return with_options(
-        STANDARD, model="deit_small_patch16_224", model_kwargs=("depth=16",), crop_pct=0.875
-    )
+    return with_options(STANDARD, **DEIT_S, model_kwargs=("depth=16",))
 
 
 def table3_mlp_ratio_3() -> Config:

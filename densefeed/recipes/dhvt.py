@@ -6,16 +6,18 @@ from densefeed.recipes.lvvit import STANDARD, TOKEN_LABEL
 from densefeed.system.options import with_options
 from densefeed.training.config import Config
 
-# Tables and sections are those of DHVT's supplementary. It takes mixing, RandAugment, erasing and
-# smoothing from DeiT, and its published commands set drop-path 0.1, min_lr 1e-5 and no EMA; the
-# base has all of these. The commands also use repeated augmentation, which the paper does not
-# mention: give --repeats 3 with a batch that 3 divides, and divide epochs and warm-up by 3. The
-# published results are those of the best epoch on the test set. CIFAR's images are shifted by up to
-# 4 pixels, not random-resized-cropped, as in the published code; its border is black, here it has
-# the mean color. The published code synchronizes
-# the BatchNorm of the embedding over its two devices; --sync-batchnorm synchronizes every
-# BatchNorm, and has no effect on one device.
-DHVT = with_options(STANDARD, lr_batch=512, drop_path=0.1, ema=0.0, crop_pct=0.875)
+# Tables and sections are those of DHVT's supplementary. It takes mixing, RandAugment, erasing,
+# smoothing and bicubic crops from DeiT, and its published commands set drop-path 0.1, min_lr 1e-5
+# and no EMA; the base has all of these. The commands also use repeated augmentation, which the
+# paper does not mention: give --repeats 3 with a batch that 3 divides, and divide epochs and
+# warm-up by 3. The published results are those of the best epoch on the test set. CIFAR's images
+# are shifted by up to 4 pixels, not random-resized-cropped, as in the published code; its border is
+# black, here it has the mean color. The published code synchronizes the BatchNorm of the embedding
+# over its two devices; --sync-batchnorm synchronizes every BatchNorm, and has no effect on one
+# device.
+DHVT = with_options(
+    STANDARD, lr_batch=512, drop_path=0.1, ema=0.0, crop_pct=0.875, crop_interpolation="bicubic"
+)
 CIFAR = with_options(
     DHVT, size=32, shift=4, crop_scale=(1.0, 1.0), crop_pct=1.0, batch=512, lr=1e-3, warmup_epochs=5
 )

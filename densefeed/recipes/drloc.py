@@ -59,11 +59,13 @@ def swin_t_drloc_published() -> Config:
     python train.py swin_t_drloc_published --loader ffcv --data train.beton --val val.beton \\
         --out runs/swin_t_drloc_published
 
-    The weight rises, then falls. That code plans 300 epochs and stops after 101 of them; stop this
-    run there with SIGTERM. The author's latest published results, CIFAR-10 with a batch of 128:
-    88.29 % (86.17 without), single runs. Not run here.
+    The weight rises, then falls; crops are bicubic. That code plans 300 epochs and stops after 101
+    of them; stop this run there with SIGTERM. The author's latest published results, CIFAR-10 with
+    a batch of 128: 88.29 % (86.17 without), single runs. Not run here.
     """
-    return with_options(swin_t_drloc(), epochs=300, drloc_published=True)
+    return with_options(
+        swin_t_drloc(), epochs=300, drloc_published=True, crop_interpolation="bicubic"
+    )
 
 
 def swin_t_drloc_fine_tune() -> Config:

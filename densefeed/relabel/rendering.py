@@ -103,8 +103,9 @@ def render_native(
     samples["flip"] = [view.flip for view in views]
     samples["box_tlhw"] = np.stack([top, left, bottom - top, right - left], 1)
     samples["bytes"], samples["length"], samples["kind"] = content.ctypes.data, len(content), kind
+    samples["filter"] = filter
     # The samples hold addresses only; `keep` holds the memory.
-    native.Job(samples, out_LHWC, keep=content, filter=filter).decode()
+    native.Job(samples, out_LHWC, keep=content).decode()
     if (samples["status"] == native.NO_MEMORY).any():
         raise UserError("memory is exhausted; choose a smaller --batch or fewer --threads")
     return not samples["status"].any()

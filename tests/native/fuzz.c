@@ -111,7 +111,6 @@ typedef struct {
 
 static Input now; /* the current input */
 static uint64_t state; /* of the generator */
-static int filter; /* of the current check */
 static uint32_t digest; /* of all pixels */
 
 /* Draw a number in [0, below) with xorshift64* (Vigna 2016). */
@@ -181,7 +180,8 @@ static void draw_sample(Sample *sample, Input in) {
         .kind = JPEG,
         .height = height,
         .width = width,
-        .flip = (int)draw(2)};
+        .flip = (int)draw(2),
+        .filter = draw(2) ? BICUBIC : BILINEAR};
     double *box[2][2] = {{&sample->top, &sample->box_height}, {&sample->left, &sample->box_width}};
     for (int d = 0; d < 2; d++) {
         int extent = d ? width : height;
@@ -203,8 +203,7 @@ static uint8_t *decode_sample(Sample *sample, int size) {
         .count = 1,
         .height = size,
         .width = size,
-        .pixels = pixels,
-        .filter = filter};
+        .pixels = pixels};
     densefeed_decode(&batch);
     CHECK(sample->status >= OK && sample->status <= NO_MEMORY);
     CHECK(memchr(sample->message, 0, MESSAGE) && !sample->message[0] == (sample->status == OK));
@@ -289,8 +288,7 @@ static void check_pixels(const Sample *sample, int size, const uint8_t *pixels) 
             .count = 1,
             .height = size,
             .width = size,
-            .pixels = want,
-            .filter = filter};
+            .pixels = want};
         if (resample(&batch, 0, &scratch, &picture) == OK)
             CHECK(!memcmp(want, pixels, 3 * size * size));
         free(want);
@@ -316,7 +314,6 @@ static void try_crops(Input in) {
         Sample sample;
         draw_sample(&sample, in);
         int size = draw_size();
-        filter = draw(2) ? BICUBIC : BILINEAR;
         uint8_t *pixels = decode_sample(&sample, size);
         Sample from_file = sample;
         from_file.bytes = NULL, from_file.file = file, from_file.offset = BEFORE;
@@ -353,8 +350,7 @@ static void try_together(Input in) {
         .count = count,
         .height = size,
         .width = size,
-        .pixels = pixels,
-        .filter = filter};
+        .pixels = pixels};
     densefeed_decode(&batch);
     for (int n = 0; n < count; n++) {
         Sample alone = together[n];
@@ -431,7 +427,6 @@ static void try_raw(Input in) {
         sample.box_width = 1 + draw(sample.width - (uint32_t)sample.left);
     }
     int size = draw_size(), file = create_file(in);
-    filter = draw(2) ? BICUBIC : BILINEAR;
     Sample from_file = sample;
     from_file.bytes = NULL, from_file.file = file, from_file.offset = BEFORE;
     uint8_t *pixels = decode_sample(&sample, size), *same = decode_sample(&from_file, size);
@@ -458,7 +453,6 @@ static void try_planes(Input in) {
     int file = create_file((Input){out, length});
     for (int n = 0; n < 4; n++) {
         int size = draw_size();
-        filter = draw(2) ? BICUBIC : BILINEAR;
         draw_sample(&jpeg, in);
         Sample planes = jpeg, from_file;
         planes.bytes = out, planes.length = (int64_t)length, planes.kind = PLANES;
@@ -646,7 +640,6 @@ static void try_pool(const Input *inputs, int count) {
             .count = (int)draw(ROWS + 1),
             .height = 32,
             .width = 32,
-            .filter = draw(2) ? BICUBIC : BILINEAR,
             .pixels = pixels[b],
             .parts = 2,
             .part_file = part_file[b][0],

@@ -441,7 +441,7 @@ def test_every_instruction_set_gives_equal_pixels(photographs, tmp_path, level):
     for size, kernel in itertools.product((32, 97, 224), (native.BILINEAR, native.BICUBIC)):
         boxes = [random_box(rng, *native.probe(file), 1) for file in files]
         ours, theirs = (make_job(files, boxes, size) for _ in range(2))
-        ours.batch.filter = theirs.batch.filter = kernel
+        ours.samples["filter"] = theirs.samples["filter"] = kernel
         ours.decode()
         lib.densefeed_decode(ctypes.byref(theirs.batch))
         assert (ours.samples["status"] == native.OK).all()

@@ -69,7 +69,15 @@ def maps_of(random_maps, tmp_path):
 
 
 def opened(
-    source, kind=DaliLoader, threads=2, batch=4, repeats=4, size=96, mode="train", **options
+    source,
+    kind=DaliLoader,
+    threads=2,
+    batch=4,
+    repeats=4,
+    size=96,
+    mode="train",
+    way="bilinear",
+    **options,
 ):
     plan = EpochPlan(
         num_samples=len(source.labels),
@@ -79,6 +87,7 @@ def opened(
         repeats=repeats,
         sizes=((0, size),),
         crop_pct=0.87,
+        crop_interpolation=way,
     )
     return kind(source, plan, threads, **options)
 
@@ -145,6 +154,23 @@ def test_crops_are_close_to_pillows_and_other_fields_are_equal(photos, mode, siz
                 )
                 flips += mirrored
     assert flips > 3 or mode == "evaluate"
+
+
+@needs_dali
+@pytest.mark.parametrize("way", ["bicubic", "random"])
+def test_a_crops_filter_is_that_of_the_plan(photos, way):
+    plain = epoch(FfcvSource(photos / "x.beton"), size=48)
+    ours = epoch(FfcvSource(photos / "x.beton"), ThreadedLoader, size=48, way=way)
+    theirs = epoch(FfcvSource(photos / "x.beton"), size=48, way=way)
+    plan = opened(FfcvSource(photos / "x.beton"), ThreadedLoader, way=way).plan
+    differ = set()
+    for cut, one, bilinear in zip(theirs, ours, plain, strict=True):
+        assert (cut.image.float() - one.image.float()).abs().mean((1, 2, 3)).max() <= OF_OURS
+        cubic = plan.cubic_crops(plan.crop_draws(0, one.index.numpy(), one.repeat.numpy()))
+        changed = (cut.image != bilinear.image).flatten(1).any(1).tolist()
+        assert changed == cubic.tolist()
+        differ |= set(changed)
+    assert differ == ({True} if way == "bicubic" else {True, False})
 
 
 @needs_dali
@@ -822,8 +848,12 @@ def test_a_gpus_graph_passes_what_dalis_documentation_asks_for(monkeypatch, regi
     inputs, options, device = calls["resize"]
     assert (inputs, device) == (["gpu"], "gpu")
     assert {options[name].device for name in ("size", "roi_start", "roi_end")} == {"cpu"}
-    # INTERP_TRIANGULAR is deprecated.
-    assert (options["interp_type"], options["antialias"]) == (types.INTERP_LINEAR, True)
+    # DALI's own type, of each sample; INTERP_TRIANGULAR is deprecated.
+    assert (options["interp_type"].device, options["antialias"]) == ("cpu", True)
+    assert dali.dali_filters(np.array([native.BICUBIC, native.BILINEAR])).tolist() == [
+        int(types.INTERP_CUBIC),
+        int(types.INTERP_LINEAR),
+    ]
 
 
 @needs_dali
@@ -831,14 +861,19 @@ def test_the_resize_of_a_gpus_graph_is_pillows(photos):
     """Run on a CPU: downscaled, upscaled and mirrored."""
     path = sorted((photos / "images" / "train" / "a").iterdir())[0]
     boxes = np.array([[10.5, 20.25, 170.0, 150.5], [3.0, 9.0, 30.5, 40.25], [0, 0, 160, 170]])
-    flips = np.array([False, True, True])
+    flips, jpegs = np.array([False, True, True]), [np.frombuffer(path.read_bytes(), np.uint8)] * 3
+    kinds = {native.BILINEAR: Image.Resampling.BILINEAR, native.BICUBIC: Image.Resampling.BICUBIC}
     pipeline = dali.build(3, 1, None, regions=True, resize=True)
-    dali.feed(pipeline, [np.frombuffer(path.read_bytes(), np.uint8)] * 3, boxes, flips, 64)
-    shown = np.array(pipeline.outputs()[0].as_tensor())
-    for got, (top, left, height, width), flip in zip(shown, boxes, flips, strict=True):
-        want = crop_resize(Image.open(path), (left, top, left + width, top + height), 64)
-        want = want[:, ::-1] if flip else want
-        assert np.abs(got.astype(int) - want).mean() <= OF_PILLOW
+    for filters in (None, np.array([native.BICUBIC, native.BILINEAR, native.BICUBIC])):
+        dali.feed(pipeline, jpegs, boxes, flips, 64, filters)
+        shown = np.array(pipeline.outputs()[0].as_tensor())
+        used = [native.BILINEAR] * 3 if filters is None else filters
+        for got, box, flip, kind in zip(shown, boxes, flips, used, strict=True):
+            top, left, height, width = box
+            area = left, top, left + width, top + height
+            want = crop_resize(Image.open(path), area, 64, kinds[kind])
+            want = want[:, ::-1] if flip else want
+            assert np.abs(got.astype(int) - want).mean() <= OF_PILLOW
 
 
 @needs_dali
@@ -885,7 +920,7 @@ def test_the_probe_compares_pixels(monkeypatch):
     monkeypatch.setattr(
         dali,
         "feed",
-        lambda pipe, jpegs, box, flip, size: feed(pipe, jpegs, box, flip ^ next(flips), size),
+        lambda pipe, jpegs, box, flip, *how: feed(pipe, jpegs, box, flip ^ next(flips), *how),
     )
     with pytest.raises(RuntimeError, match="its pixels differ from the CPU's by"):
         dali.try_regions(0)

@@ -196,6 +196,22 @@ def test_crops_equal_a_plain_implementation(count, fields):
         assert flips[n] == flip
 
 
+def test_a_random_filter_is_the_number_behind_a_crops_flip():
+    """One of two filters, as timm's RandomResizedCropAndInterpolation; boxes and flips stay."""
+    u, ids = plan().crop_draws(3, np.arange(2000)), np.arange(2000)
+    cubic = plan(crop_interpolation="random").cubic_crops(u)
+    assert cubic[:50].tolist() == [naive_uniforms(7, 3, n, 1, 24)[23] >= 0.5 for n in range(50)]
+    assert abs(cubic.mean() - 0.5) < 4 * 0.5 / np.sqrt(2000)
+    plain = plan().crops(3, ids, *extents(2000))
+    for way, want in (("bilinear", False), ("bicubic", True)):
+        chosen = plan(crop_interpolation=way)
+        assert (chosen.cubic_crops(u) == want).all()
+        for one, other in zip(chosen.crops(3, ids, *extents(2000)), plain, strict=True):
+            np.testing.assert_array_equal(one, other)
+    evaluate = plan(mode="evaluate", crop_interpolation="bicubic")
+    assert evaluate.cubic_crops(evaluate.crop_draws(0, ids)).tolist() == [False] * 2000
+
+
 def test_order_boxes_and_seeds_equal_a_plain_implementation():
     words = [naive_philox(7, (3, sample, 0, 0))[:2] for sample in range(1000)]
     assert plan().permutation(3).tolist() == sorted(range(1000), key=words.__getitem__)

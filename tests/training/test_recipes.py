@@ -323,6 +323,23 @@ def test_dhvt_recipes_match_supplementary(size, kind):
         )
 
 
+@pytest.mark.parametrize(
+    ("name", "filter"),
+    [
+        ("deit_s_224", "bicubic"),
+        ("table3_depth_16", "bicubic"),
+        ("dhvt_t_imagenet", "bicubic"),
+        ("dhvt_s_domain", "bicubic"),
+        ("dhvt_s_fine_tune", "bicubic"),
+        ("swin_t_drloc_published", "bicubic"),
+        ("lvvit_s_224_token_label", "bilinear"),
+    ],
+)
+def test_crop_filters_are_those_of_the_papers_code(name, filter):
+    """DeiT's, DHVT's and Swin's code: timm's bicubic. Token Labeling's text has no filter."""
+    assert NAMED[name]().data.crop_interpolation == filter
+
+
 ABLATIONS = table_rows((ROOT / "densefeed" / "recipes" / "ABLATIONS.md").read_text(), 4)
 
 

@@ -1,6 +1,7 @@
 """Set up a run: open, check and build everything that its first step needs."""
 
 import math
+import sys
 import zlib
 from dataclasses import replace
 from types import ModuleType
@@ -14,8 +15,9 @@ from densefeed.models import checkpoints
 from densefeed.models.token_transformer import TokenTransformer
 from densefeed.objectives import build_objective
 from densefeed.objectives.base import Objective
-from densefeed.pipelines.loader import ThreadedLoader
+from densefeed.pipelines.loader import Source, ThreadedLoader
 from densefeed.pipelines.open import Mode, open_dataset
+from densefeed.storage.geometry import teacher_window
 from densefeed.system.errors import UserError
 from densefeed.system.terminal import print
 from densefeed.training.build import autocast_dtype, build_model
@@ -33,6 +35,14 @@ REQUIRED = {
 }
 # Score maps that a resumed run compares.
 CHECKED_MAPS = 64
+# Images whose size is compared with the Window of their map.
+CHECKED_WINDOWS = 16
+# A generator that crops at whole pixels differs by up to half of one: 1/600 of an image of 300.
+WINDOW_ERROR = 2e-3
+RELABEL = (
+    "label the images as published: python tools/relabel_imagenet.py --data IMAGES "
+    "--teacher dm_nfnet_f6.dm_in1k --geometry center-crop --absent zero-logit --out maps.h5"
+)
 
 
 class Run(NamedTuple):
@@ -75,6 +85,7 @@ def setup_run(config: Config, ranks: Ranks) -> Run:
     loader = open_loader(config, objective, "train", ranks)
     val = open_loader(config, objective, "evaluate", ranks)
     check_datasets(config, objective, loader, val)
+    check_published(config, objective, loader, ranks)
     maps = checksum_maps(config, objective, loader)
     if checkpoint:
         check_same_data(config, checkpoint, loader.fingerprint, maps)
@@ -254,6 +265,47 @@ def check_datasets(
             f"{data.train} has no score maps, which --objective {config.objective.name} needs; "
             "give --score-maps maps.h5, or pack them"
         )
+
+
+def check_published(
+    config: Config, objective: Objective, loader: ThreadedLoader, ranks: Ranks
+) -> None:
+    """Warn of score maps that differ from those which the published code was run with.
+
+    Only for runs with `--geometry published`. The published maps are of the image's center square,
+    and classes that they do not keep have logit 0.
+    """
+    if not objective.needs_score_maps or config.labels.geometry != "published":
+        return
+    faults = []
+    if loader.score_maps.absent != "zero-logit":
+        faults.append("give the classes that they do not keep what probability remains")
+    if not cover_center_squares(loader.source):
+        faults.append("do not cover the center square of every image")
+    if faults and ranks.is_first:
+        where = config.data.score_maps or config.data.train
+        print(
+            f"warning: --geometry published reads maps of another kind than the published ones: "
+            f"those of {where} {' and '.join(faults)}; {RELABEL}",
+            file=sys.stderr,
+        )
+
+
+def cover_center_squares(source: Source) -> bool:
+    """Tell whether the maps of a source cover the center squares of their images; 16 are compared.
+
+    A damaged image or map counts as one that does: it is reported when its sample comes.
+    """
+    count = len(source.labels)
+    for index in np.unique(np.linspace(0, count - 1, min(count, CHECKED_WINDOWS)).astype(int)):
+        try:
+            image, window = source.image(int(index)), source.maps(np.array([index])).window[0]
+        except (UserError, OSError):
+            continue
+        want = teacher_window("center-crop", image.height, image.width)
+        if np.abs(window - np.float32(want)).max() > WINDOW_ERROR:
+            return False
+    return True
 
 
 def find_checkpoint(config: Config, kept: Checkpoints, ranks: Ranks) -> dict[str, Any] | None:

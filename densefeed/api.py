@@ -248,6 +248,11 @@ def make_config(data: DataOptions, objective: str, options: dict[str, Any]) -> C
     check_unused(config, plain)
     if {config.objective.drloc.variant, config.objective.bootstrap.mode} != {"none"}:
         raise UserError("drloc and bootstrap train modules beside the model; use train.py for them")
+    if config.augment.augment_before_crop:
+        raise UserError(
+            "augment_before_crop needs images before they are cropped, and a loss gets crops; use "
+            "train.py for it"
+        )
     return config
 
 

@@ -282,6 +282,12 @@ def test_loaders_refuse_options_that_they_do_not_read(packed, name):
         densefeed.open_loader(packed[0], batch=4, **{name: True})
 
 
+def test_a_loss_cannot_augment_before_the_crop(loader):
+    options = dict(rand_augment="rand-m9", augment_before_crop=True)
+    with pytest.raises(densefeed.UserError, match=r"a loss gets crops; use train\.py"):
+        densefeed.TokenLabeling(loader, **options)
+
+
 @pytest.mark.parametrize(("epoch", "start"), [(-1, 0), (0, -1), (0, 10**6)])
 def test_epochs_and_batches_count_from_0(loader, epoch, start):
     with pytest.raises(ValueError, match=f"epoch {epoch} from batch {start}: both count from 0"):

@@ -678,6 +678,9 @@ class DaliLoader(ThreadedLoader):
     DALI. `batches` raises UserError where DALI hangs; the thread that hangs is not stopped.
     """
 
+    # It would decode no JPEG at all.
+    prepares = False
+
     def __init__(
         self,
         source: Source,

@@ -10,9 +10,10 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, count
-from typing import Literal, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -54,6 +55,9 @@ class Encoded(NamedTuple):
     samples: np.ndarray  # native.SAMPLE [N]
     errors: dict[int, str]  # row -> reason why its image cannot be read
     keep: object = None  # owner of the memory behind `bytes`; it lives until the batch is decoded
+    # For images that were flipped and augmented as a whole: turns Views and maps of a batch of
+    # their crops into those of the stored images.
+    follow: Callable[[Batch], Batch] | None = None
 
 
 class Fetch(NamedTuple):
@@ -91,7 +95,8 @@ class Source(Protocol):
     if there are maps, `map_rows`, all from the thread that iterates over the batches. `begin` is
     called one batch before its `wait`, and several batches are in flight, so it must not block and
     must not reuse the memory of an earlier batch. The bytes are then read, decoded and checked by
-    native threads. `image` and `check_map` are called for samples that failed there.
+    native threads. `image` and `check_map` are called for samples that failed there. Where whole
+    images are augmented before the crop, `image` takes the place of `begin`.
 
     Raise UserError, a sentence with the cause and the remedy, for a sample that cannot be read; the
     loader adds the sample's number and applies `on_bad_sample`. An error from `begin`, `wait` or
@@ -123,7 +128,8 @@ class Source(Protocol):
     def image(self, index: int) -> Image.Image:
         """Decode all of sample `index` with Pillow, RGB.
 
-        For images that the native decoder does not support. Its size must be that of `samples`.
+        For images that the native decoder does not support, and for those that are augmented before
+        the crop; then it is called by several threads at once. Its size must be that of `samples`.
         Raises UserError if it cannot be decoded.
         """
 
@@ -158,6 +164,18 @@ class Source(Protocol):
 
     def close(self) -> None:
         """Close files and stop threads. Called once the loader's own threads have stopped."""
+
+
+class Preparation(Protocol):
+    """What makes whole images ready for the crop, in place of `Source.begin`: see WholeImages."""
+
+    def begin(
+        self, source: Source, threads: ThreadPoolExecutor, epoch: int, rows: RankRows
+    ) -> Fetch:
+        """Start to prepare the images of a batch on `threads`, without waiting.
+
+        Their `Encoded` has `follow`.
+        """
 
 
 class Memory:
@@ -218,6 +236,7 @@ class ThreadedLoader:
         device: where a derived class may decode; this class decodes on the CPU.
 
     Attributes:
+        prepares: whether `batches` takes whole images that were augmented before the crop.
         class_names, num_classes, score_maps, fingerprint: of the source.
         skipped: unreadable samples so far, under on_bad_sample="skip".
 
@@ -225,6 +244,8 @@ class ThreadedLoader:
     consumer holds is never overwritten. An error in any thread is raised from `batches`, with the
     sample's id and path.
     """
+
+    prepares: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -243,6 +264,8 @@ class ThreadedLoader:
         self._checked = np.zeros(len(source.labels), bool)
         self._shapes, self._memory = [], Memory()
         self._pool = native.Pool(max(1, threads))
+        # Starts its threads when they are needed.
+        self._preparing = ThreadPoolExecutor(max(1, threads), thread_name_prefix="prepare")
 
     def __len__(self) -> int:
         return self.plan.batches
@@ -250,12 +273,16 @@ class ThreadedLoader:
     def close(self) -> None:
         """Stop the threads: samples being decoded are finished, queued ones are dropped."""
         self._pool.close()
+        self._preparing.shutdown(cancel_futures=True)
         self.source.close()
 
-    def batches(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+    def batches(
+        self, epoch: int, start: int = 0, prepare: Preparation | None = None
+    ) -> Iterator[Batch]:
         """Yield this rank's part of the batches of an epoch from batch `start` on.
 
-        Padding has weight 0. RuntimeError if the loader is closed meanwhile, or in a forked child.
+        `prepare` flips and augments whole images before they are cropped. Padding has weight 0.
+        RuntimeError if the loader is closed meanwhile, or in a forked child.
         """
         shard, shapes = self.plan.shard(epoch), self.plan.shapes(epoch)
         rows = map(RankRows, *(part[start:] for part in shard))
@@ -266,7 +293,8 @@ class ThreadedLoader:
             self._shapes, self._memory = shapes, Memory()
         # One more batch is fetched than decoded: the files of a folder are read while earlier ones
         # are decoded.
-        fetching = self._fetch(zip(rows, self.plan.runs(epoch, start), strict=True))
+        runs = self.plan.runs(epoch, start)
+        fetching = self._fetch(zip(rows, runs, strict=True), epoch, prepare)
         fetched, decoding, steps = deque(), deque(), count(start)
         shape = (self.plan.shape(epoch, step) for step in count(start))
         try:
@@ -313,12 +341,19 @@ class ThreadedLoader:
         """Drop a batch that will not be waited for."""
         self._pool.cancel(decoding.job)
 
-    def _fetch(self, batches: Iterator[tuple]) -> Iterator[tuple[Fetch, RankRows]]:
+    def _fetch(
+        self, batches: Iterator[tuple], epoch: int, prepare: Preparation | None
+    ) -> Iterator[tuple[Fetch, RankRows]]:
         """Start to fetch batch after batch, and prefetch the storage needed a window later."""
         for rows, runs in batches:
             for first, end in runs:
                 self.source.read_ahead(first, end)
-            yield self.source.begin(rows.index), rows
+            if prepare is None:
+                yield self.source.begin(rows.index), rows
+            else:
+                # A forked child would wait for threads that it does not have.
+                self._pool.check()
+                yield prepare.begin(self.source, self._preparing, epoch, rows), rows
 
     def _draw(self, epoch: int, shard: RankRows, start: int) -> Iterator[np.ndarray]:
         """Draw the random numbers of the crops of every batch from `start` on."""
@@ -339,6 +374,9 @@ class ThreadedLoader:
         samples["box_tlhw"], samples["flip"] = self.plan.crops(
             epoch, ids, samples["height"], samples["width"], rows.repeat, u, shape
         )
+        # The images are flipped already.
+        if encoded.follow:
+            samples["flip"] = False
         samples["filter"] = np.where(self.plan.cubic_crops(u), native.BICUBIC, native.BILINEAR)
         maps = None
         if self.score_maps and self._maps:
@@ -359,6 +397,8 @@ class ThreadedLoader:
         label = torch.from_numpy(self.source.labels[begun.rows.index])
         maps = begun.maps.fields if begun.maps else [None] * 4
         batch = crop_batch(begun.decoding.image, label, crops, begun.rows, maps)
+        if begun.encoded.follow:
+            batch = begun.encoded.follow(batch)
         if bad:
             self._replace_samples(batch, bad)
         if not self._memory.pinned:

@@ -334,7 +334,7 @@ class EpochPlan:
         if self.mode == "evaluate":
             return center_box(height_N, width_N, self.crop_pct), np.zeros(len(height_N), bool)
         u = self.crop_draws(epoch, ids_N, repeat_N) if u is None else u
-        down, right, mirror, _ = u[2 * TRIES :]
+        down, right = u[2 * TRIES : 2 * TRIES + 2]
         least, most = self.crop_scale
         area = height_N * width_N * (least + (most - least) * u[:TRIES])
         ratios = (shape[1] / shape[0],) * 2 if self.buckets else CROP_RATIO
@@ -352,7 +352,11 @@ class EpochPlan:
         # `down` and `right` are below 1, so no box passes the last row or column.
         top = np.where(found, np.floor(down * (height_N - h + 1)), (height_N - h) // 2)
         left = np.where(found, np.floor(right * (width_N - w + 1)), (width_N - w) // 2)
-        return np.stack([top, left, h, w], axis=1), mirror < self.hflip
+        return np.stack([top, left, h, w], axis=1), self.flips(u)
+
+    def flips(self, u: np.ndarray) -> np.ndarray:
+        """Tell which training crops are flipped: bool `[N]`. `u` is `crop_draws` of the samples."""
+        return u[2 * TRIES + 2] < self.hflip
 
     def cubic_crops(self, u: np.ndarray) -> np.ndarray:
         """Tell which crops are resized bicubically, the others bilinearly: bool `[N]`.

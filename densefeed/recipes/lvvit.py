@@ -31,14 +31,19 @@ L = dict(model="lvvit_l", drop_path=0.3, crop_pct=1.0)
 
 
 def as_published(config: Config, **fields: object) -> Config:
-    """Return a config with the options and the label geometry of the published commands.
+    """Return a config with the options and the label pipeline of the published commands.
 
     Learning rates are per 1,024 images and change once per epoch, ten epochs follow the cosine, and
-    the token loss has weight 1 instead of the paper's 0.5. Two differences remain: under
-    RandAugment the published code warps the map by nearest neighbor, and its EMA has no warm-up.
+    the token loss has weight 1 instead of the paper's 0.5. Images are flipped and augmented as a
+    whole, then cropped and resized bilinearly or bicubically at random; maps are read where the
+    published code reads them. The score maps must be of that kind too: --geometry center-crop
+    --absent zero-logit of tools/relabel_imagenet.py. One difference remains: the published EMA has
+    no warm-up.
     """
     run = dict(lr=1.6e-3, lr_batch=1024, lr_updates="epoch", cooldown_epochs=10, token_weight=1.0)
-    return with_options(config, geometry="published", outside="uniform", **(run | fields))
+    images = dict(augment_before_crop=True, crop_interpolation="random")
+    labels = dict(geometry="published", outside="uniform")
+    return with_options(config, **(run | images | labels | fields))
 
 
 def fine_tune(config: Config, size: int) -> Config:

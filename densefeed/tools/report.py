@@ -27,7 +27,7 @@ from PIL import Image
 from densefeed.models.token_transformer import TokenTransformer
 from densefeed.objectives import OBJECTIVES, build_objective
 from densefeed.objectives.base import DenseObjective
-from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches
+from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches, load_crops
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
@@ -206,7 +206,8 @@ def build_augmentation(run: RunRecord, loader: ThreadedLoader) -> tuple[int, Aug
     side, _ = loader.plan.shape(0, 0)
     grid = side // model.patch_size if isinstance(model, TokenTransformer) else 16
     mean, std = (model.pretrained_cfg[name] for name in ("mean", "std"))
-    return grid, Augmentation(loader.plan, config.augment, mean, std)
+    published = config.labels.geometry == "published"
+    return grid, Augmentation(loader.plan, config.augment, mean, std, warps_maps=published)
 
 
 def read_truths(path: Path, run: RunRecord, loader: ThreadedLoader) -> list[Truth]:
@@ -347,19 +348,22 @@ def make_contact_sheet(
     `objects` are the true boxes if there are `truths`. Labels are as in the run, but without label
     smoothing, which changes all of them alike.
     """
-    (batch,) = augment_batches(islice(loader.batches(0), 1), augmentation, torch.device("cpu"))
+    crops = islice(load_crops(loader, augmentation, 0), 1)
+    (batch,) = augment_batches(crops, augmentation, torch.device("cpu"))
     # Back from normalized values to pixels, for a picture.
     batch = batch._replace(image=augmentation.normalize.pixels(batch.image))
     rules = replace(run.config.labels, smoothing=0.0)
     class_NT, probability_NT = label_tokens(batch, loader, grid, rules)
     names, views = loader.class_names, batch.view.numpy()
+    # The Views of a published pipeline are those of augmented images, where the boxes are not.
+    boxed = truths and not (augmentation.whole and augmentation.whole.warps_maps)
     return [
         {
             "image": picture(Image.fromarray(batch.image[n].numpy()), "PNG"),
             "label": names[int(batch.label[n])],
             "index": index,
             "cells": make_cells(class_NT[n], probability_NT[n], names),
-            "objects": make_objects(truths[index], views[n], grid, names) if truths else [],
+            "objects": make_objects(truths[index], views[n], grid, names) if boxed else [],
         }
         for n, index in enumerate(batch.index[:CONTACTS].tolist())
     ]

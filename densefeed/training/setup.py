@@ -86,6 +86,7 @@ def setup_run(config: Config, ranks: Ranks) -> Run:
     val = open_loader(config, objective, "evaluate", ranks)
     check_datasets(config, objective, loader, val)
     check_published(config, objective, loader, ranks)
+    check_before_crop(config, objective, loader)
     maps = checksum_maps(config, objective, loader)
     if checkpoint:
         check_same_data(config, checkpoint, loader.fingerprint, maps)
@@ -270,10 +271,12 @@ def check_datasets(
 def check_published(
     config: Config, objective: Objective, loader: ThreadedLoader, ranks: Ranks
 ) -> None:
-    """Warn of score maps that differ from those which the published code was run with.
+    """Refuse score maps that differ from those which the published code was run with.
 
-    Only for runs with `--geometry published`. The published maps are of the image's center square,
-    and classes that they do not keep have logit 0.
+    The published maps are of the image's center square, and classes that they do not keep have
+    logit 0. Raises UserError for the published pipeline, `--geometry published` with
+    `--augment-before-crop`; of the geometry alone other maps are good for a comparison, and it
+    prints a warning.
     """
     if not objective.needs_score_maps or config.labels.geometry != "published":
         return
@@ -282,12 +285,31 @@ def check_published(
         faults.append("give the classes that they do not keep what probability remains")
     if not cover_center_squares(loader.source):
         faults.append("do not cover the center square of every image")
-    if faults and ranks.is_first:
-        where = config.data.score_maps or config.data.train
-        print(
-            f"warning: --geometry published reads maps of another kind than the published ones: "
-            f"those of {where} {' and '.join(faults)}; {RELABEL}",
-            file=sys.stderr,
+    if not faults:
+        return
+    where = f"the score maps of {config.data.score_maps or config.data.train}"
+    what = f"{where} {' and '.join(faults)}, unlike those that --geometry published is for"
+    if config.augment.augment_before_crop:
+        raise UserError(f"{what}; {RELABEL}, or train with another recipe or --geometry aligned")
+    if ranks.is_first:
+        print(f"warning: {what}; {RELABEL}", file=sys.stderr)
+
+
+def check_before_crop(config: Config, objective: Objective, loader: ThreadedLoader) -> None:
+    """Raise UserError for what does not go with `--augment-before-crop`."""
+    data = config.data
+    if not config.augment.augment_before_crop:
+        return
+    if not getattr(loader, "prepares", False):
+        raise UserError(
+            f"--loader {data.loader} does not augment whole images; give --loader folder or ffcv, "
+            "or remove --augment-before-crop"
+        )
+    published = objective.needs_score_maps and config.labels.geometry == "published"
+    if published and data.maps_on_device:
+        raise UserError(
+            "--augment-before-crop with --geometry published warps the score maps on the host; "
+            "remove --maps-on-device"
         )
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from densefeed.models.drop_path import skip_dropped
 from densefeed.objectives.base import Objective, StepContext
-from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches
+from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches, load_crops
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.mixing import Mixing
@@ -64,7 +64,10 @@ class StepInputs:
         # networks that begin with a norm, compute with them before.
         exact = config.mix.mixup or getattr(model, "exact_images", False)
         image_dtype = (None if exact else dtype) or torch.float32
-        augmentation = Augmentation(loader.plan, config.augment, mean, std, image_dtype)
+        published = config.labels.geometry == "published"
+        augmentation = Augmentation(
+            loader.plan, config.augment, mean, std, image_dtype, warps_maps=published
+        )
         self.augmentation = augmentation.to(ranks.device)
         self.mixing = Mixing(loader.plan, config.mix)
         resident = config.data.maps_on_device and objective.needs_score_maps
@@ -85,7 +88,7 @@ class StepInputs:
         `through` receives the loader's iterator, e.g. to measure how long it takes.
         """
         count = self.config.optim.batch // self.ranks.size // self.config.optim.microbatch
-        batches = through(self.loader.batches(epoch, start))
+        batches = through(load_crops(self.loader, self.augmentation, epoch, start))
         for batch in augment_batches(batches, self.augmentation, self.ranks.device):
             whole = self.resident(batch) if self.resident else batch
             # Compiled steps specialize on Python numbers, so a number that changes with the batch

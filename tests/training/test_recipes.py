@@ -108,6 +108,8 @@ def test_published_lvvit_recipes_match_published_commands(size):
         config.labels.outside,
         config.objective.token_labeling.token_weight,
     ) == ("published", "uniform", 1.0)
+    assert config.augment.augment_before_crop
+    assert config.data.crop_interpolation == "random"
     assert learning_rate(config.optim, 1250, 1251) == 1e-6
     assert (config.labels.smoothing, config.augment.erase_mode, config.optim.min_lr) == (
         0.1,

@@ -1,31 +1,41 @@
-"""Checks of a run's data: are its score maps those that the published label geometry needs?"""
+"""Checks of a run's data: are its score maps those that the published label pipeline needs?"""
 
 import numpy as np
 import pytest
+import torch
 
 from densefeed.storage.geometry import teacher_window
 from densefeed.storage.images import Images
+from densefeed.system.errors import UserError
 from densefeed.system.options import with_options
 from densefeed.training.ranks import ALONE
 from densefeed.training.setup import setup_run
+from densefeed.training.step_inputs import StepInputs
 
 from ..stores import write_store
 
 
 @pytest.fixture
 def make_run(folder, random_maps, micro, tmp_path):
-    """`make_run(kind, absent, **fields)` sets up a run on maps of this kind."""
+    """`make_run(kind, absent, **fields)` sets up a run on maps of this kind; its first batch."""
 
     def make(kind, absent, **fields):
         images = Images(folder, split="train")
         scores = random_maps(len(images), 6, 2, 2)
         windows = [teacher_window(kind, *images.size(n)) for n in range(len(images))]
         scores = scores._replace(window=np.array(windows, np.float32))
-        store = write_store(tmp_path / "maps.h5", images, scores, 2, absent=absent, geometry=kind)
+        store = tmp_path / "maps.h5"
+        store.unlink(missing_ok=True)
+        write_store(store, images, scores, 2, absent=absent, geometry=kind)
         paths = dict(loader="folder", data=folder, val=folder, score_maps=store)
-        run = setup_run(with_options(micro(tmp_path / "run"), **(paths | fields)), ALONE)
+        config = with_options(micro(tmp_path / "run"), **(paths | fields))
+        run = setup_run(config, ALONE)
+        trained = run.student.trainable, run.dtype
+        inputs = StepInputs(run.config, ALONE, run.loader, run.objective, *trained)
+        (part,) = next(inputs.batches(0, 0))
         run.loader.close()
         run.val.close()
+        return part
 
     return make
 
@@ -46,6 +56,45 @@ def test_maps_unlike_the_published_ones_are_warned_of(make_run, capsys, geometry
     every = ["what probability remains", "do not cover the center square"]
     assert [fault for fault in every if fault in told] == faults
     assert ("--geometry center-crop --absent zero-logit" in told) == bool(faults)
+
+
+PUBLISHED = dict(
+    geometry="published",
+    outside="uniform",
+    rand_augment="rand-m9-mstd0.5-inc1-p1",
+    augment_before_crop=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "absent", "fields", "message"),
+    [
+        ("squash", "zero-logit", {}, "do not cover the center square .*--absent zero-logit"),
+        ("center-crop", "tail", {}, "what probability remains.*--geometry center-crop"),
+        ("center-crop", "zero-logit", dict(loader="dali"), "--loader dali does not augment whole"),
+        ("center-crop", "zero-logit", dict(maps_on_device=True), "remove --maps-on-device"),
+    ],
+)
+def test_the_published_pipeline_refuses(make_run, kind, absent, fields, message):
+    with pytest.raises(UserError, match=message):
+        make_run(kind, absent, **PUBLISHED, **fields)
+
+
+@pytest.mark.parametrize("labels", [{}, dict(maps_on_device=True), dict(geometry="published")])
+def test_steps_get_images_that_were_augmented_before_the_crop(make_run, labels, capsys):
+    fields = {**PUBLISHED, "geometry": "aligned", **labels}
+    ours = make_run("center-crop", "zero-logit", **fields)
+    crops = make_run("center-crop", "zero-logit", **(fields | dict(augment_before_crop=False)))
+    assert torch.equal(ours.index, crops.index)
+    # Every image has an operation.
+    assert (ours.image != crops.image).flatten(1).any(1).all()
+    published = "geometry" in labels
+    assert ours.axis_aligned == published
+    whole = torch.tensor([0.0, 0.0, 1.0, 1.0])
+    assert (ours.shown == whole).all(1).all() == (not published)
+    maps_moved = not torch.equal(ours.map_logit, crops.map_logit)
+    assert maps_moved == published
+    assert "warning" not in capsys.readouterr().err
 
 
 def test_the_aligned_geometry_takes_any_maps(make_run, capsys):

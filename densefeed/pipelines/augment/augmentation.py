@@ -1,9 +1,10 @@
 """Augmentation of batches on the device: RandAugment or color jitter, normalization, erasing.
 
 The order is timm's: crop, resize and flip (the loader), RandAugment or color jitter on bytes,
-normalize, erase. The operations are chosen on the host (choices.py); the device applies each of
-them only to the samples that it was chosen for (operations.py, on a GPU fused.py), so the cost is
-that of the applied operations and there is no host sync.
+normalize, erase. With `augment_before_crop` RandAugment comes first instead (before_crop.py). The
+operations are chosen on the host (choices.py); the device applies each of them only to the samples
+that it was chosen for (operations.py, on a GPU fused.py), so the cost is that of the applied
+operations and there is no host sync.
 
 Labels follow: rotations, shears and translations of a sample are composed into one map, the image
 is resampled once, and the sample's View becomes the old one after that map. Where the new View
@@ -15,6 +16,7 @@ blur once instead of twice, and the second can bring back pixels that the first 
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -22,11 +24,13 @@ import torch
 from torch import Tensor
 
 from densefeed.pipelines.augment import fused
+from densefeed.pipelines.augment.before_crop import WholeImages
 from densefeed.pipelines.augment.choices import AugmentPlan, Chooser, noise_length
 from densefeed.pipelines.augment.groups import apply_group, apply_rows
 from densefeed.pipelines.augment.settings import Augment
 from densefeed.pipelines.augment.warp import warp_images
 from densefeed.pipelines.batch import Batch, to_device
+from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.philox import philox
 from densefeed.pipelines.plan import NOISE, EpochPlan
 
@@ -75,6 +79,11 @@ class Augmentation(torch.nn.Module):
         mean, std: of the network's input; the mean is also the fill color where a warp reaches
             beyond the crop, as in timm.
         dtype: of the augmented images.
+        warps_maps: for `whole`, see WholeImages.
+
+    Attributes:
+        whole: what augments whole images before they are cropped, with `augment_before_crop`; None
+            otherwise. `load_crops` gives it to the loader.
     """
 
     def __init__(
@@ -84,9 +93,10 @@ class Augmentation(torch.nn.Module):
         mean: tuple[float, ...],
         std: tuple[float, ...],
         dtype: torch.dtype = torch.float32,
+        warps_maps: bool = False,
     ) -> None:
         super().__init__()
-        self.dtype = dtype
+        self.dtype, self.whole = dtype, None
         self.normalize = Normalize(mean, std)
         # The rounding of timm's transforms_factory.py.
         self.fill = tuple(min(255, round(255 * value)) for value in mean)
@@ -95,6 +105,9 @@ class Augmentation(torch.nn.Module):
         noise = make_noise_table(plan) if noisy else torch.empty(0)
         # Not in checkpoints: the seed determines it.
         self.register_buffer("noise", noise, persistent=False)
+        if augment.augment_before_crop and augment.rand_augment:
+            self.whole = WholeImages(Chooser(plan, augment), self.fill, warps_maps)
+            augment = replace(augment, rand_augment="")
         self.shears = augment.shears
         self.choose = Chooser(plan, augment).choose
 
@@ -171,6 +184,15 @@ def compose_views(batch: Batch, choice: AugmentPlan) -> Tensor:
     composed = (view[:, :, :2, None] * matrix[:, None]).sum(2)
     composed[:, :, 2] += view[:, :, 2]
     return batch.view.index_copy(0, choice.warp_row, composed)
+
+
+def load_crops(
+    loader: ThreadedLoader, augmentation: Augmentation, epoch: int, start: int = 0
+) -> Iterator[Batch]:
+    """Yield the batches of an epoch, whose whole images were augmented if that is asked for."""
+    if augmentation.whole is None:
+        return loader.batches(epoch, start)
+    return loader.batches(epoch, start, augmentation.whole)
 
 
 def augment_batches(

@@ -7,8 +7,10 @@ color jitter, torchvision's.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,6 +73,24 @@ class EraseBox(NamedTuple):
     height: int
     width: int
     noise: int
+
+
+class Step(NamedTuple):
+    """An operation of RandAugment on one image."""
+
+    name: str  # timm's
+    argument: float  # 0 for operations without one
+    cubic: bool  # whether a geometric one samples bicubically
+
+
+class Layers(NamedTuple):
+    """The draws of RandAugment's layers for the samples of a batch, `[L, N]` each."""
+
+    which: np.ndarray  # int64, indices of the string's names
+    applied: np.ndarray  # bool
+    level: np.ndarray  # float64, magnitudes
+    negative: np.ndarray  # bool, for arguments with a sign
+    cubic: np.ndarray  # bool, filter of geometric operations
 
 
 class AugmentPlan(NamedTuple):
@@ -142,10 +162,7 @@ class Chooser:
         The samples are repeats `repeat_N` in this epoch.
         """
         index_N, repeat_N = np.asarray(index_N), np.asarray(repeat_N)
-
-        def draw(stream: int, numbers: Sequence[int], rows: Any = slice(None)) -> np.ndarray:
-            return self.plan.draws(epoch, index_N[rows], stream, numbers, repeat_N[rows])
-
+        draw = partial(self._draw, epoch, index_N, repeat_N)
         *layer, last_N, matrix_N33, cubic_N = self._rand_augment(draw, len(index_N), height, width)
         # Codes and arguments of layers, in order.
         layers = [layer]
@@ -176,6 +193,17 @@ class Chooser:
             torch.from_numpy(table_R256),
         )
 
+    def _draw(
+        self,
+        epoch: int,
+        index_N: np.ndarray,
+        repeat_N: np.ndarray,
+        stream: int,
+        numbers: Sequence[int],
+        rows: Any = slice(None),
+    ) -> np.ndarray:
+        return self.plan.draws(epoch, index_N[rows], stream, numbers, repeat_N[rows])
+
     def _rand_augment(self, draw: Draw, N: int, height: int, width: int) -> tuple[np.ndarray, ...]:
         """Choose RandAugment's layers; none without RandAugment.
 
@@ -189,33 +217,68 @@ class Chooser:
         last_N, matrix_N33 = np.full(N, -1), np.tile(np.eye(3), (N, 1, 1))
         if not L:
             return code_NL, argument_NL, last_N, matrix_N33, np.zeros(N, bool)
-        numbers = [LAYER_NUMBERS * layer + number for layer in range(L) for number in range(6)]
-        drawn = draw(AUGMENT, numbers).reshape(L, 6, N)
-        which_LN = self._choose_operations(draw, drawn[:, 0])
-        applied_LN = (drawn[:, 1] < spec.probability) | (spec.probability >= 1)
-        level_LN = self._levels(drawn[:, 2], drawn[:, 3])
-        # The comparison of timm's _randomly_negate.
-        negative_LN = drawn[:, 4] > 0.5
+        layers = self._draw_layers(draw, N)
         matrix_LN33 = np.tile(np.eye(3), (L, N, 1, 1))
-        for number in np.unique(which_LN[applied_LN]).tolist():
-            name = spec.names[number]
-            mine = layer, sample = np.nonzero(applied_LN & (which_LN == number))
-            argument = level_to_argument(name, level_LN[mine], negative_LN[mine])
+        for name, mine, argument in self._split_layers(layers):
             if name in GEOMETRIC:
                 matrix_LN33[mine] = make_matrix(name, argument, height, width)
                 # A sample may have this operation in two layers, and another one in a later layer.
-                np.maximum.at(last_N, sample, layer)
+                np.maximum.at(last_N, mine[1], mine[0])
             else:
                 code_NL.T[mine], argument_NL.T[mine] = find_code(name), argument
         # A point of the output goes through the map of the last operation first.
         for matrix in matrix_LN33:
             matrix_N33 = matrix_N33 @ matrix
-        interpolation = self.augment.interpolation
-        cubic_N = np.full(N, interpolation == "bicubic")
-        if interpolation == "random":
-            # One resampling has one filter, the last layer's. Where last_N is -1, nothing reads it.
-            cubic_N = drawn[last_N, 5, np.arange(N)] >= 0.5
+        # One resampling has one filter, the last layer's. Where last_N is -1, nothing reads it.
+        cubic_N = layers.cubic[last_N, np.arange(N)]
         return code_NL, argument_NL, last_N, matrix_N33, cubic_N
+
+    def choose_steps(
+        self, epoch: int, index_N: np.ndarray, repeat_N: np.ndarray
+    ) -> tuple[np.ndarray, list[list[Step]]]:
+        """Choose what happens to whole images before the crop: flips, then RandAugment.
+
+        Returns flips, bool `[N]`, and the operations of each image, in order. The samples are
+        repeats `repeat_N` in this epoch. RandAugment's string must not be empty.
+        """
+        flips = self.plan.flips(self.plan.crop_draws(epoch, index_N, repeat_N))
+        steps = [[] for _ in index_N]
+        if not self.spec.layers:
+            return flips, steps
+        layers = self._draw_layers(partial(self._draw, epoch, index_N, repeat_N), len(index_N))
+        found = []
+        for name, (layer, sample), argument in self._split_layers(layers):
+            cubic = layers.cubic[layer, sample]
+            columns = (part.tolist() for part in (sample, layer, argument, cubic))
+            found += [(n, at, Step(name, *rest)) for n, at, *rest in zip(*columns, strict=True)]
+        for n, _, step in sorted(found, key=itemgetter(0, 1)):
+            steps[n].append(step)
+        return flips, steps
+
+    def _draw_layers(self, draw: Draw, N: int) -> Layers:
+        """Draw the layers of RandAugment, which must not be off."""
+        spec, L, interpolation = self.spec, self.spec.layers, self.augment.interpolation
+        numbers = [LAYER_NUMBERS * layer + number for layer in range(L) for number in range(6)]
+        drawn = draw(AUGMENT, numbers).reshape(L, 6, N)
+        cubic = drawn[:, 5] >= 0.5
+        if interpolation != "random":
+            cubic = np.full((L, N), interpolation == "bicubic")
+        return Layers(
+            self._choose_operations(draw, drawn[:, 0]),
+            (drawn[:, 1] < spec.probability) | (spec.probability >= 1),
+            self._levels(drawn[:, 2], drawn[:, 3]),
+            # The comparison of timm's _randomly_negate.
+            drawn[:, 4] > 0.5,
+            cubic,
+        )
+
+    def _split_layers(self, layers: Layers) -> Iterator[tuple[str, tuple[np.ndarray, ...], Any]]:
+        """Yield each operation that is applied: its name, the layers and samples, arguments."""
+        for number in np.unique(layers.which[layers.applied]).tolist():
+            name = self.spec.names[number]
+            mine = np.nonzero(layers.applied & (layers.which == number))
+            level, negative = layers.level[mine], layers.negative[mine]
+            yield name, mine, level_to_argument(name, level, negative)
 
     def _levels(self, first_LN: np.ndarray, second_LN: np.ndarray) -> np.ndarray:
         """Compute the magnitudes from two uniform draws: float64 `[L, N]`."""

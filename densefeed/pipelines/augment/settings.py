@@ -67,6 +67,9 @@ class Augment(Options):
     # RandAugment as a timm string, for example "rand-m9-mstd0.5-inc1"; empty: none. Its "3a" sets
     # are combined with color jitter.
     rand_augment: str = ""
+    # apply RandAugment to the whole image before the crop, as Token Labeling's published code, and
+    # not to the crop: AutoContrast and Equalize see all of it; decodes whole images on the CPU
+    augment_before_crop: bool = False
     # color jitter: one number, or strengths for brightness, contrast, saturation and optionally
     # hue; empty: none; not beside RandAugment (except its "3a" sets)
     color_jitter: tuple[float, ...] = ()
@@ -108,7 +111,8 @@ class Augment(Options):
     def unused(self) -> dict[str, str]:
         erasing = ("erase_mode", "erase_count", "erase_max_area")
         found = dict.fromkeys(() if self.erase_probability else erasing, "--erase-probability")
-        return found if self.rand_augment else found | {"interpolation": "--rand-augment"}
+        needing = ("interpolation", "augment_before_crop")
+        return found if self.rand_augment else found | dict.fromkeys(needing, "--rand-augment")
 
     @property
     def jitter(self) -> tuple[float, float, float, float]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from densefeed import recipes
+from densefeed.training.optimizers import FUSED
 
 from . import build
 
@@ -108,6 +109,12 @@ def test_steady_steps_neither_wait_nor_allocate_nor_capture(result, name):
 def test_steps_of_all_recipes_neither_wait_nor_allocate(result, recipe, half):
     seen = result(recipe)[half]
     assert seen["counts"]["launch"] > 0
+    # PyTorch's fused optimizers read on the device whether an update is skipped. Others, such as
+    # Muon, wait for it once per step.
+    (config,) = (make() for make in recipes.RECIPES if make.__name__ == recipe)
+    fused = config.optim.optimizer in FUSED
+    waits = [text for text in seen["calls"] if "training/optimizers.py" in text.split(" < ")[0]]
+    assert [seen["calls"].pop(text) for text in waits] == [1] * (half == "step" and not fused)
     assert not seen["calls"], write_calls(seen)
 
 

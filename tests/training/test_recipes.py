@@ -259,7 +259,7 @@ def test_drloc_recipes_match_supplementary(command):
 
 def test_published_vit_b_of_drloc_has_the_parameters_in_the_help():
     """86.4 M in the paper; without the biases of q, k and v as counted on the public code."""
-    about = getdoc(NAMED["vit_b_drloc"])
+    about = " ".join(getdoc(NAMED["vit_b_drloc"]).split())
     words = re.search(r"--model-kwargs (qkv_bias=False proj_drop_rate=0.1),", about)[1].split()
     config = with_options(NAMED["vit_b_drloc"](), model_kwargs=tuple(words))
     counts = re.search(r"([\d,]+) parameters, not ([\d,]+)\.", about).groups()

@@ -4,6 +4,7 @@ torchvision.
 
 import math
 import shutil
+import threading
 from contextlib import closing
 
 import numpy as np
@@ -369,3 +370,18 @@ def test_a_damaged_image_is_named_or_skipped(photos, tmp_path):
     with closing(ThreadedLoader(source, loader.plan, 2, "skip")) as loader:
         weight = torch.cat([batch.weight for batch in load_crops(loader, augmentation, 0)])
         assert (weight.sum(), loader.skipped) == (49, 1)
+
+
+def test_a_loader_that_is_left_or_closed_ends_its_threads(photos):
+    loader, augmentation = opened(FolderSource(photos, "train"), batch=5)
+    before = threading.active_count()
+    crops = load_crops(loader, augmentation, 0)
+    next(crops)
+    assert threading.active_count() > before
+    crops.close()
+    crops = load_crops(loader, augmentation, 0)
+    next(crops)
+    loader.close()
+    assert threading.active_count() <= before
+    with pytest.raises(RuntimeError, match="this loader is closed"):
+        list(crops)

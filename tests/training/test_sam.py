@@ -128,10 +128,26 @@ def test_a_gradient_of_zeros_moves_nothing():
     assert ours.guard.poll_sync() == (0, None)
 
 
+# The gradients of weights that two networks share are combined before they move the weights.
+SHARED = dict(
+    model="bootstrapping_vit_micro",
+    model_kwargs=("depth=2",),
+    objective="ce",
+    mixtoken=False,
+    drop_path=0.0,
+    bootstrap="shared",
+)
+
+
 @pytest.mark.parametrize(
     "fields",
-    [dict(drop_path=0.5, microbatch=2), dict(precision="fp16", drop_path_form="mask")],
-    ids=["parts", "fp16"],
+    [
+        dict(drop_path=0.5, microbatch=2),
+        dict(precision="fp16", drop_path_form="mask"),
+        SHARED,
+        pytest.param(dict(compile="blocks"), marks=pytest.mark.slow),
+    ],
+    ids=["parts", "fp16", "shared", "compiled"],
 )
 def test_both_passes_drop_the_same_and_leave_no_trace(micro, tmp_path, one_thread, fields):
     """With a radius that float32's sums round off, a run equals one without SAM to the bit."""
@@ -140,7 +156,8 @@ def test_both_passes_drop_the_same_and_leave_no_trace(micro, tmp_path, one_threa
         out = tmp_path / f"{rho}"
         training.train(micro(out, epochs=2, sam_rho=rho, clip_grad=1.0, **fields))
         states.append(checkpoints.load(out / "last.pt"))
-    for part in ("model", "ema", "optimizer", "scaler", "seen"):
+    assert states[0].keys() == states[1].keys()
+    for part in states[0].keys() & {"model", "ema", "agent", "optimizer", "scaler", "seen"}:
         assert_same(states[1][part], states[0][part])
 
 

@@ -175,9 +175,10 @@ def choose_training(options: AdviceOptions, objective: str) -> Training:
 
     def mismatch(name: str) -> int:
         config, method = configs[name], configs[name].objective
-        # Recipes with DRLoc or an agent train more than the model that is timed here, and those of
-        # fine-tuning begin with a checkpoint.
+        # Recipes with DRLoc, an agent or SAM train more than the model that is timed here, those of
+        # fine-tuning begin with a checkpoint, and those of CNNs by SGD are baselines for CIFAR.
         plain = method.drloc.variant == method.bootstrap.mode == "none"
+        plain &= config.optim.sam_rho == 0 and config.optim.optimizer != "sgd"
         if method.name != objective or not plain or config.model.init is tyro.MISSING:
             return 3
         if config.model.name != options.model or config.model.kwargs:

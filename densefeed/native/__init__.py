@@ -170,7 +170,10 @@ def library() -> CDLL:
 
 
 class JpegError(Exception):
-    """A JPEG that cannot be read: `status` is DAMAGED, or UNSUPPORTED if Pillow must decode it."""
+    """An image that cannot be read: `status` is DAMAGED, or UNSUPPORTED if Pillow must decode it.
+
+    If memory is missing, the functions below raise MemoryError instead.
+    """
 
     def __init__(self, status: int, message: bytes) -> None:
         super().__init__(message.decode(errors="replace"))
@@ -182,7 +185,13 @@ def _call(function: str, encoded: bytes, *arguments: object) -> None:
     message = create_string_buffer(MESSAGE)
     call = getattr(library(), f"densefeed_{function}")
     if status := call(encoded, len(encoded), *arguments, message):
-        raise JpegError(status, message.value)
+        raise _explain(status, message.value)
+
+
+def _explain(status: int, message: bytes) -> Exception:
+    """Return the error for a status. A lack of memory says nothing about the image."""
+    error = JpegError(status, message)
+    return MemoryError(str(error)) if status == NO_MEMORY else error
 
 
 def probe(encoded: bytes) -> tuple[int, int]:
@@ -224,7 +233,8 @@ def planes(encoded: bytes) -> bytes:
     """Decode a JPEG to its planes (Y, Cb and Cr in most files), for images of `kind` PLANES.
 
     The planes have the resolution that the file has, so crops of them have the same pixels as crops
-    of the JPEG. JpegError if the file is damaged or neither grayscale nor RGB.
+    of the JPEG with an index; without one libjpeg decodes large crops at a smaller scale. JpegError
+    if the file is damaged or neither grayscale nor RGB.
     """
     out, length = c_void_p(), c_size_t()
     _call("planes", encoded, *probe(encoded), byref(out), byref(length))
@@ -508,5 +518,5 @@ def _decode_whole(
     pixels = np.empty((1, *size, 3), np.uint8)
     Job(sample, pixels, keep=content).decode()
     if sample["status"][0] != OK:
-        raise JpegError(int(sample["status"][0]), sample["message"][0])
+        raise _explain(int(sample["status"][0]), sample["message"][0])
     return pixels[0]

@@ -11,7 +11,7 @@ typedef struct {
     uint8_t mark[6], planes, ycc;
     uint8_t ratio[3]; /* of each plane, ratio_x << 4 | ratio_y */
     uint8_t zero;
-    uint32_t crc; /* of the planes */
+    uint32_t crc; /* of the bytes before it and the planes */
 } Header;
 _Static_assert(sizeof(Header) == HEADER, "the header of planes has 16 bytes");
 
@@ -101,7 +101,8 @@ API int densefeed_planes(const uint8_t *bytes, size_t length, int height, int wi
             for (int x = 0; x < plane->extent_x; x++, to += plane->extent_y)
                 memcpy(to, plane->data + (size_t)x * plane->step, plane->extent_y);
         }
-        header.crc = densefeed_crc32(*out + HEADER, total - HEADER, 0);
+        uint32_t crc = densefeed_crc32((uint8_t *)&header, HEADER - sizeof crc, 0);
+        header.crc = densefeed_crc32(*out + HEADER, total - HEADER, crc);
         memcpy(*out, &header, HEADER);
         *out_length = total;
     }

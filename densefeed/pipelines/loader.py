@@ -167,7 +167,7 @@ class Source(Protocol):
 
 
 class Preparation(Protocol):
-    """What makes whole images ready for the crop, in place of `Source.begin`: see WholeImages."""
+    """Prepares whole images for the crop, in place of `Source.begin`: see WholeImages."""
 
     def begin(
         self, source: Source, threads: ThreadPoolExecutor, epoch: int, rows: RankRows

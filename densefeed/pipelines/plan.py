@@ -355,11 +355,11 @@ class EpochPlan:
         return np.stack([top, left, h, w], axis=1), self.flips(u)
 
     def flips(self, u: np.ndarray) -> np.ndarray:
-        """Tell which training crops are flipped: bool `[N]`. `u` is `crop_draws` of the samples."""
+        """Return which training crops are flipped, bool `[N]`, from their `crop_draws`."""
         return u[2 * TRIES + 2] < self.hflip
 
     def cubic_crops(self, u: np.ndarray) -> np.ndarray:
-        """Tell which crops are resized bicubically, the others bilinearly: bool `[N]`.
+        """Return which crops are resized bicubically, the others bilinearly: bool `[N]`.
 
         `u` is `crop_draws` of the samples.
         """

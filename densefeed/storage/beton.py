@@ -73,7 +73,7 @@ JPEG, RAW, PLANES = native.JPEG, native.RAW, native.PLANES
 # Version of FFCV's format that ffcv 1.0.2 reads and writes, and the version of a file with PLANES.
 # ffcv, which would read beyond the end of such images, refuses other versions than its own.
 VERSION, PLANES_VERSION = 2, 0xDF02
-# Bytes of the header of an image in PLANES; its last 4 are the CRC-32 of the planes.
+# Bytes of the header of an image in PLANES; its last 4 are the CRC-32 of all others of the image.
 PLANES_HEADER = 16
 # Bytes, FFCV's default. A sample never crosses a page.
 PAGE = 2**23
@@ -423,8 +423,7 @@ class Beton:
         reason = ""
         if mode == JPEG and stored[:2] != SOI:
             reason = "it is no JPEG"
-        crc = int.from_bytes(stored[PLANES_HEADER - 4 : PLANES_HEADER], "little")
-        if mode == PLANES and zlib.crc32(memoryview(stored)[PLANES_HEADER:]) != crc:
+        if mode == PLANES and not match_planes(memoryview(stored)):
             reason = "its planes do not match their checksum"
         if reason:
             raise UserError(
@@ -569,6 +568,13 @@ def grouped_table(front: Front, dtype: np.dtype) -> Iterator[tuple[int, np.ndarr
             yield 0, ordered.reshape(front.num_samples, -1).view(dtype).reshape(-1)
             return
         yield at, block
+
+
+def match_planes(stored: memoryview) -> bool:
+    """Return whether an image in PLANES matches its checksum."""
+    at = PLANES_HEADER - 4
+    crc = zlib.crc32(stored[PLANES_HEADER:], zlib.crc32(stored[:at]))
+    return crc == int.from_bytes(stored[at:PLANES_HEADER], "little")
 
 
 def match_entries(

@@ -53,7 +53,7 @@ SYNC_BYTES = 2**30
 class Sample(NamedTuple):
     """One image to write: its bytes, size in pixels, label, and arrays in field order.
 
-    `mode` says what the bytes are: JPEG, RAW (uint8 `[height, width, 3]`, which have no checksum)
+    `mode` is the kind of bytes: JPEG, RAW (uint8 `[height, width, 3]`, which have no checksum)
     or PLANES (of `native.planes`).
     """
 

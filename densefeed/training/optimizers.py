@@ -39,7 +39,7 @@ def check_optimizer(name: str) -> None:
 
 
 def has_momentum(name: str) -> bool:
-    """Whether timm's optimizer of this name takes a momentum."""
+    """Return whether timm's optimizer of this name takes a momentum."""
     return get_optimizer_info(name).has_momentum
 
 
@@ -60,7 +60,7 @@ def build_optimizer(
     if has_momentum(name):
         options["momentum"] = momentum
         # PyTorch refuses Nesterov's form of no momentum.
-        if not momentum and get_optimizer_info(name).defaults.get("nesterov"):
+        if not momentum and (get_optimizer_info(name).defaults or {}).get("nesterov"):
             options["nesterov"] = False
     if decay_all:
         options["param_group_fn"] = lambda module: group_all(module, weight_decay)

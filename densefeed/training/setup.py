@@ -314,7 +314,7 @@ def check_before_crop(config: Config, objective: Objective, loader: ThreadedLoad
 
 
 def cover_center_squares(source: Source) -> bool:
-    """Tell whether the maps of a source cover the center squares of their images; 16 are compared.
+    """Return whether 16 maps of a source cover the center squares of their images.
 
     A damaged image or map counts as one that does: it is reported when its sample comes.
     """

@@ -120,7 +120,8 @@ def test_gradients_in_float32_are_those_in_float64(alpha):
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
-def test_attention_becomes_timms_as_alpha_falls_to_1(qk_norm):
+def test_attention_becomes_timms_as_alpha_falls_to_1(qk_norm, monkeypatch):
+    """In float64, also below the range in which alpha is learned."""
     torch.manual_seed(0)
     options = dict(num_heads=3, qkv_bias=True, qk_norm=qk_norm, norm_layer=torch.nn.LayerNorm)
     sparse, plain = SparseAttention(24, **options).double(), Attention(24, **options).double()
@@ -128,11 +129,22 @@ def test_attention_becomes_timms_as_alpha_falls_to_1(qk_norm):
     x, errors = torch.randn(2, 7, 24, dtype=DOUBLE), []
     with torch.no_grad():
         want = plain(x)
-        for logit in (0.0, -5.0, -9.0):
-            sparse.alpha_logit.fill_(logit)
+        for alpha in (1.5, 1.0067, 1.00012):
+            monkeypatch.setattr(SparseAttention, "alpha", real(alpha))
             errors.append(float((sparse(x) - want).abs().max() / want.abs().max()))
     assert errors[0] > 10 * errors[1] > 100 * errors[2]
     assert errors[2] < 1e-4
+
+
+@pytest.mark.parametrize("logit", [-20.0, 20.0])
+def test_alpha_stays_where_float32_can_compute(logit):
+    attention = SparseAttention(24, num_heads=3)
+    torch.nn.init.constant_(attention.alpha_logit, logit)
+    torch.testing.assert_close(float(attention.alpha), 1.98 if logit > 0 else 1.02)
+    weights = entmax(draw_scores(20, 785, 3.0).float(), attention.alpha)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(20), rtol=0, atol=1e-5)
+    weights.square().sum().backward()
+    assert attention.alpha_logit.grad.isfinite()
 
 
 def test_masks_are_refused():

@@ -13,7 +13,7 @@ from torch import nn
 
 from densefeed.system.errors import UserError
 from densefeed.training.config import OptimOptions
-from densefeed.training.optimizers import FUSED, build_optimizer, optimizer_names
+from densefeed.training.optimizers import FUSED, build_optimizer, has_momentum, optimizer_names
 from densefeed.training.student import Student, update
 
 from .test_student import ALONE, float_state, loss, make_batch, make_student, network
@@ -113,6 +113,20 @@ def test_momentum_and_decay_of_all_parameters(momentum):
     other = make_student(**options | dict(decay_all=False))
     train(other, 0)
     assert not torch.equal(other.model[1].weight, make_trained(options).model[1].weight)
+
+
+@pytest.mark.parametrize("name", [name for name in optimizer_names() if has_momentum(name)])
+def test_no_momentum_trains_and_resumes(name):
+    ours = make_student(optimizer=name, momentum=0.0)
+    train(ours, 0)
+    file = io.BytesIO()
+    torch.save(ours.state(), file)
+    file.seek(0)
+    resumed = make_student(optimizer=name, momentum=0.0)
+    resumed.restore(torch.load(file, weights_only=True), Path("run"))
+    for student in (ours, resumed):
+        train(student, 1)
+    assert_same(float_state(resumed.model), float_state(ours.model))
 
 
 def make_trained(options: dict) -> Student:

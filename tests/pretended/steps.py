@@ -71,7 +71,7 @@ class ConstantLoader:
         }
         self.batch = Batch(**self.large, **small, axis_aligned=True)
 
-    def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
+    def batches(self, epoch: int, start: int = 0, prepare: object = None) -> Iterator[Any]:
         for step in range(start, self.plan.batches):
             pinned = self.batch.map_tensors(lambda t: t if t.is_pinned() else t.pin_memory())
             yield pinned._replace(epoch=epoch, step=step)

@@ -27,6 +27,15 @@ from densefeed.training.config import Config
 from densefeed.training.setup import open_loader
 
 CPU = torch.device("cpu")
+# Options of a run that trains a small transformer and an agent with shared weights.
+SHARED_AGENT = dict(
+    model="bootstrapping_vit_micro",
+    model_kwargs=("depth=2",),
+    objective="ce",
+    mixtoken=False,
+    drop_path=0.0,
+    bootstrap="shared",
+)
 
 # Functions that only initialize a weight in place. Models call them directly or by nn.init.
 INITIALIZERS = {

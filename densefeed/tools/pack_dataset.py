@@ -110,7 +110,7 @@ def main(packing: Packing) -> None:
     raise.
     """
     if packing.form == "planes" and not packing.index:
-        raise UserError("--form planes stores no JPEGs; leave out --no-index")
+        raise UserError("--form planes needs no index; leave out --no-index")
     limit_pixels(packing.max_pixels)
     images = Images(packing.data, packing.dataset, packing.split)
     fingerprint, fields = images.fingerprint(), []

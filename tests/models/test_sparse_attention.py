@@ -140,9 +140,10 @@ def test_attention_becomes_timms_as_alpha_falls_to_1(qk_norm, monkeypatch):
 def test_alpha_stays_where_float32_can_compute(logit):
     attention = SparseAttention(24, num_heads=3)
     torch.nn.init.constant_(attention.alpha_logit, logit)
-    torch.testing.assert_close(float(attention.alpha), 1.98 if logit > 0 else 1.02)
+    torch.testing.assert_close(attention.alpha.item(), 1.98 if logit > 0 else 1.02)
     weights = entmax(draw_scores(20, 785, 3.0).float(), attention.alpha)
-    torch.testing.assert_close(weights.sum(-1), torch.ones(20), rtol=0, atol=1e-5)
+    # At 1.02 a weight is a 50th power of a number with a few roundings of 2^-24: 50 * 4 * 2^-24.
+    torch.testing.assert_close(weights.sum(-1), torch.ones(20), rtol=0, atol=1.2e-5)
     weights.square().sum().backward()
     assert attention.alpha_logit.grad.isfinite()
 

@@ -109,7 +109,7 @@ def test_images_whose_planes_exceed_a_page_stay_jpegs(tmp_path, capsys):
     for name, size in (("0", (2000, 3000)), ("1", (200, 300))):
         Image.new("RGB", size, "red").save(tmp_path / f"a/{name}.jpg")
     packing = Packing(data=tmp_path, out=tmp_path / "x.beton", form="planes")
-    with pytest.raises(UserError, match="--form planes stores no JPEGs; leave out --no-index"):
+    with pytest.raises(UserError, match="--form planes needs no index; leave out --no-index"):
         main(dataclasses.replace(packing, index=False))
     main(packing)
     assert Beton(tmp_path / "x.beton").modes.tolist() == [JPEG, PLANES]

@@ -13,7 +13,7 @@ from densefeed.system.errors import UserError
 from densefeed.training import setup
 from densefeed.training.student import Student, update
 
-from ..runs import model_for, objective_for
+from ..runs import SHARED_AGENT, model_for, objective_for
 from .test_student import ALONE, float_state, loss, make_batch, make_student, network
 
 
@@ -128,23 +128,13 @@ def test_a_gradient_of_zeros_moves_nothing():
     assert ours.guard.poll_sync() == (0, None)
 
 
-# The gradients of weights that two networks share are combined before they move the weights.
-SHARED = dict(
-    model="bootstrapping_vit_micro",
-    model_kwargs=("depth=2",),
-    objective="ce",
-    mixtoken=False,
-    drop_path=0.0,
-    bootstrap="shared",
-)
-
-
 @pytest.mark.parametrize(
     "fields",
     [
         dict(drop_path=0.5, microbatch=2),
         dict(precision="fp16", drop_path_form="mask"),
-        SHARED,
+        # Gradients of weights that two networks share are combined before they move the weights.
+        SHARED_AGENT,
         pytest.param(dict(compile="blocks"), marks=pytest.mark.slow),
     ],
     ids=["parts", "fp16", "shared", "compiled"],

@@ -23,7 +23,7 @@ from densefeed.training.build import flops_shares
 from densefeed.training.ranks import Ranks
 from densefeed.training.speed import ActivationBytes, matmul_rate, peak_flops, training_flops
 
-from ..runs import meta_device, model_for, objective_for, records
+from ..runs import SHARED_AGENT, meta_device, model_for, objective_for, records
 
 CPU = torch.device("cpu")
 
@@ -102,18 +102,7 @@ def test_peak_rate_is_known_or_measured(monkeypatch):
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        dict(sizes=((0, 32), (1, 48))),
-        dict(drloc="l1", drloc_grid=2),
-        dict(
-            model="bootstrapping_vit_micro",
-            model_kwargs=("depth=2",),
-            objective="ce",
-            mixtoken=False,
-            drop_path=0.0,
-            bootstrap="shared",
-        ),
-    ],
+    [dict(sizes=((0, 32), (1, 48))), dict(drloc="l1", drloc_grid=2), SHARED_AGENT],
     ids=["two sizes", "drloc", "bootstrap"],
 )
 def test_mfu_is_the_share_of_the_peak_of_all_devices(micro, tmp_path, monkeypatch, fields):

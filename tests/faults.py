@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import ctypes
 import errno
+import gc
 import importlib
 import json
 import os
@@ -121,6 +122,9 @@ def serve() -> None:
     for tool in sorted((ROOT / "densefeed" / "tools").glob("[a-z]*.py")):
         importlib.import_module(f"densefeed.tools.{tool.stem}")
     importlib.import_module("densefeed.train")
+    # Otherwise a forked process collects garbage among all that is imported: 0.3 of its 0.4 s.
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
         request = json.loads(line)
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -137,6 +141,8 @@ def serve() -> None:
                 stream.seek(0)
                 printed.append(stream.read().decode())
         print(json.dumps([code, *printed, calls]), file=replies, flush=True)
+    # Triton would print at finalization that its frozen objects were not freed.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ ORDER = (
     "relabel",
     "pipelines",
     "models",
+    "explain",
     "objectives",
     "training",
     "recipes",

@@ -60,7 +60,9 @@ class TokenLayout(NamedTuple):
     """
 
     prefix: int
-    class_token: bool  # whether token 0 is a class token
+    # How many of them, from the first on, the classifier reads: one class token, 2 with DeiT's
+    # distillation token, or none where it reads the mean of the patches.
+    class_tokens: int
     query_grid: Grid  # of the patches; of one window with `windows`
     key_grid: Grid  # CvT's keys have half the rows and columns, rounded up
     head_tokens: int = 0
@@ -233,16 +235,21 @@ class AttentionTracer(TorchFunctionMode):
         if isinstance(layer, ConvAttention):
             x_NTD, grid = args
             prefix = x_NTD.shape[1] - math.prod(grid)
-            return TokenLayout(prefix, prefix > 0, tuple(grid), halved(grid))
+            return TokenLayout(prefix, self.class_tokens(prefix), tuple(grid), halved(grid))
         if isinstance(layer, WINDOWED):
             size = tuple(layer.window_size)
-            return TokenLayout(0, False, size, size, windows=self.windows)
+            return TokenLayout(0, 0, size, size, windows=self.windows)
         prefix = getattr(self.model, "num_prefix_tokens", 0)
         tokens = prefix + math.prod(self.grid)
         # None with DHVT(head_tokens=False).
         heads = args[0].shape[1] - tokens if isinstance(self.model, DHVT) else 0
-        has_class = prefix > 0 and getattr(self.model, "cls_token", None) is not None
-        return TokenLayout(prefix, has_class, self.grid, self.grid, heads)
+        return TokenLayout(prefix, self.class_tokens(prefix), self.grid, self.grid, heads)
+
+    def class_tokens(self, prefix: int) -> int:
+        """Return how many of the first tokens the classifier reads."""
+        if not prefix or self.model.global_pool not in ("token", ""):
+            return 0
+        return 2 if hasattr(self.model, "head_dist") else 1
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -293,8 +300,8 @@ class AttentionTracer(TorchFunctionMode):
         size, shift = tuple(block.window_size), tuple(block.shift_size)
         self.windows = Windows(tuple(args[0].shape[1:3]), size, shift)
 
-    def record_sparse(self, dropout: nn.Module, args: tuple) -> None:
-        self.record(args[0])
+    def record_sparse(self, dropout: nn.Module, args: tuple) -> tuple[Tensor]:
+        return (self.record(args[0]),)
 
 
 def halved(grid: Grid) -> Grid:

@@ -118,7 +118,7 @@ def test_sizes_of_the_papers_pictures(name, fields, side, tokens, heads):
     (record,) = captured
     assert record.weights.shape == (1, heads, tokens, tokens)
     grid = (side // model.patch_size,) * 2
-    assert record.layout == TokenLayout(1, True, grid, grid, head_tokens=heads)
+    assert record.layout == TokenLayout(1, 1, grid, grid, head_tokens=heads)
 
 
 @torch.no_grad()
@@ -130,14 +130,14 @@ def test_layouts():
 
     # Not square, which DHVT and CvT take; keys of an odd grid are rounded up.
     wide = torch.zeros(1, 3, 64, 96)
-    assert layouts("dhvt_micro", wide)[0] == TokenLayout(1, True, (8, 12), (8, 12), 4)
-    assert layouts("dhvt_micro-no-head-tokens", wide)[0] == TokenLayout(1, True, (8, 12), (8, 12))
+    assert layouts("dhvt_micro", wide)[0] == TokenLayout(1, 1, (8, 12), (8, 12), 4)
+    assert layouts("dhvt_micro-no-head-tokens", wide)[0] == TokenLayout(1, 1, (8, 12), (8, 12))
     first, _, third, _ = layouts("cvt_13", wide)
-    assert first == TokenLayout(0, False, (16, 24), (8, 12))
-    assert third == TokenLayout(1, True, (4, 6), (2, 3))
+    assert first == TokenLayout(0, 0, (16, 24), (8, 12))
+    assert third == TokenLayout(1, 1, (4, 6), (2, 3))
     assert layouts("cvt_13_drloc", torch.zeros(1, 3, 40, 40))[1].key_grid == (3, 3)
     assert layouts("deit_tiny_distilled_patch16_224", torch.zeros(1, 3, 64, 64))[0] == TokenLayout(
-        2, True, (4, 4), (4, 4)
+        2, 2, (4, 4), (4, 4)
     )
     shifted = layouts("swin_tiny_patch4_window7_224", torch.zeros(1, 3, 24, 24))[1]
     assert shifted.windows == Windows((6, 6), (2, 2), (1, 1))
@@ -152,13 +152,13 @@ def test_windows_return_to_their_places():
     padded = F.pad(maps.roll((-1, -2), (1, 2)), (0, 1, 0, 1))
     parts = padded.unfold(1, 2, 2).unfold(2, 4, 4).flatten(0, 2)
     assert torch.equal(merge_windows(parts, windows), maps)
-    layout = TokenLayout(0, False, (2, 4), (2, 4), windows=windows)
+    layout = TokenLayout(0, 0, (2, 4), (2, 4), windows=windows)
     values = parts.flatten(1)[:, None].expand(-1, 3, -1)
     assert torch.equal(layout.key_map(values), maps[:, None].expand(-1, 3, -1, -1))
 
 
 def test_key_map_takes_the_patches_alone():
-    layout = TokenLayout(2, True, (2, 3), (2, 3), head_tokens=1)
+    layout = TokenLayout(2, 1, (2, 3), (2, 3), head_tokens=1)
     assert layout.queries == layout.keys == 9
     values = torch.arange(9.0)[None]
     assert torch.equal(layout.key_map(values), torch.arange(2.0, 8).view(1, 2, 3))

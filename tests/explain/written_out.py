@@ -4,6 +4,7 @@ Each function returns the logits `[1, K]` and the attention matrices `[M, Q, K]`
 """
 
 import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -37,18 +38,22 @@ from .numpy_graph import (
 Output = tuple[Node, list[Node]]
 
 
-def attend(q: Node, k: Node, v: Node, heads: int, factor: float) -> tuple[Node, Node]:
+def attend(
+    q: Node, k: Node, v: Node, heads: int, factor: float, normalize: Callable = softmax
+) -> tuple[Node, Node]:
     """Return attention's output `[T, D]` and its matrix."""
     q, k, v = (split_heads(x, heads) for x in (q, k, v))
-    weights = softmax(scale(matmul(q, flip(k)), factor))
+    weights = normalize(scale(matmul(q, flip(k)), factor))
     return join_heads(matmul(weights, v), heads), weights
 
 
-def self_attention(x: Node, w: dict, name: str, heads: int) -> tuple[Node, Node]:
+def self_attention(
+    x: Node, w: dict, name: str, heads: int, normalize: Callable = softmax
+) -> tuple[Node, Node]:
     D = x.value.shape[1]
     qkv = dense(x, w, f"{name}.qkv")
     q, k, v = (columns(qkv, part * D, (part + 1) * D) for part in range(3))
-    out, weights = attend(q, k, v, heads, (D / heads) ** -0.5)
+    out, weights = attend(q, k, v, heads, (D / heads) ** -0.5, normalize)
     return dense(out, w, f"{name}.proj"), weights
 
 
@@ -62,13 +67,20 @@ def with_class_token(w: dict, patches: Array) -> Node:
     return Node(tokens + w.get("pos_embed", np.zeros((1, 1, 1)))[0])
 
 
-def vit(x: Node, w: dict, heads: int, eps: float, divisor: float = 1.0) -> Output:
+def vit(
+    x: Node,
+    w: dict,
+    heads: int,
+    eps: float,
+    divisor: float = 1.0,
+    normalize: Sequence[Callable] = (softmax, softmax),
+) -> Output:
     """The blocks of ViT, LV-ViT and T2T-ViT, and the class token's classifier."""
     matrices = []
     for number in range(2):
         name = f"blocks.{number}"
         normed = layer_norm(x, w, f"{name}.norm1", eps)
-        branch, weights = self_attention(normed, w, f"{name}.attn", heads)
+        branch, weights = self_attention(normed, w, f"{name}.attn", heads, normalize[number])
         x = add(x, scale_branch(branch, divisor))
         branch = mlp(layer_norm(x, w, f"{name}.norm2", eps), w, f"{name}.mlp")
         x = add(x, scale_branch(branch, divisor))

@@ -29,8 +29,8 @@ def reading_row(layout: TokenLayout, like: Tensor) -> Tensor:
 def class_map(record: AttentionMatrix) -> Tensor:
     """Return the class token's attention to the patches, mean over heads, `[N, R, C]`.
 
-    Without a class token it is the mean over the patches that ask; of Swin's windows each patch
-    gets the mean over its own window.
+    Without a class token it is the mean of the patches' rows; in Swin each patch gets the mean of
+    the rows of its window.
     """
     averaged_NQK = record.weights.mean(1)
     row_NK = reading_row(record.layout, averaged_NQK) @ averaged_NQK

@@ -46,9 +46,15 @@ def class_relevance(model: nn.Module, image_NCHW: Tensor, target_NJ: Tensor) -> 
     the mean of the patches' rows where the classifier reads their mean; `square` for DHVT's head
     tokens and CvT's keys; of CvT the last stage alone, since patches of other stages are others.
 
+    Two forward passes, and for each class a backward pass of both: of an LV-ViT-S at 224 pixels the
+    relevance of two classes takes 12 times a forward pass. The rule of sums divides by differences
+    of branches, which amplifies rounding: of an untrained LV-ViT-S, float32 and float64 maps
+    correlate at 0.999 and differ by up to 16 % at a patch.
+
     Args:
         model: in evaluation mode, float32 or float64.
-        image_NCHW: one batch; each image is explained independently of the others.
+        image_NCHW: one batch; each image is explained independently of the others. The graph of
+            LV-ViT-S at 224 pixels takes 0.3 GB an image.
         target_NJ: int64 classes, J of each image, as `logits_NL.topk(2).indices`.
 
     Raises UserError, naming the model, for one without attention or with an operation that has no

@@ -3,8 +3,8 @@
 Relevance flows from a class to every attention matrix. A `RelevanceTracer` is a
 `TorchFunctionMode`: while it is active, every operation on a tensor that depends on the patches
 becomes an autograd function whose backward is the operation's rule. So `torch.autograd.grad` of the
-logits gives relevance where it would give gradients, and no model needs a second forward pass of
-its own. An operation without a rule is refused by name.
+logits gives relevance where it would give gradients, and no model needs code for it. An operation
+without a rule is refused by name.
 
 Published rules: alpha-beta (1, 0) without bias for linear layers; x * dZ/dx * R / Z for products,
 both operands halved; sums of branches split by the size of their relevance; softmax, LayerNorm,

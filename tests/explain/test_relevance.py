@@ -223,7 +223,8 @@ def test_float32_and_frozen_models(frozen):
     model.float().requires_grad_(not frozen)
     # Quotients by sums near 0 make relevance more sensitive to rounding than the logits are.
     actual = class_relevance(model, images.float(), TARGET_NJ)
-    torch.testing.assert_close(actual.double(), exact, rtol=1e-2, atol=0)
+    limit = 0.02 * exact.max().item()
+    torch.testing.assert_close(actual.double(), exact, rtol=0, atol=limit)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

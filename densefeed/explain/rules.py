@@ -8,7 +8,8 @@ without a rule is refused by name.
 
 Published rules: alpha-beta (1, 0) without bias for linear layers; x * dZ/dx * R / Z for products,
 both operands halved; sums of branches split by the size of their relevance; softmax, LayerNorm,
-GELU and dropout pass relevance on, and so does what LV-ViT divides its branches by.
+GELU and dropout pass relevance on, and so does what LV-ViT divides its branches by. A choice of
+tokens passes too, where the published gradient rule gives x / (x + 1e-9) of it.
 
 Ours, for layers that the method does not have: convolutions, means and average pools are linear
 layers with their kernels; BatchNorm in evaluation, layer scale and other constant factors pass

@@ -103,7 +103,8 @@ class Attention(nn.Module):
     def forward(self, x_NTD: Tensor) -> Tensor:
         N, T, D = x_NTD.shape
         qkv = self.qkv(x_NTD).view(N, T, 3, self.num_heads, D // self.num_heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        # Taken apart along its own axis, so the three gradients are put together by one copy.
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
         out = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
         return self.proj(out.transpose(1, 2).reshape(N, T, D))
 

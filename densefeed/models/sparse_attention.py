@@ -94,7 +94,7 @@ class SparseAttention(Attention):
         if attn_mask is not None or is_causal:
             raise ValueError("sparse attention takes no mask")
         heads = self.qkv(x_NTD).unflatten(-1, (3, self.num_heads, self.head_dim))
-        q_NHTC, k_NHTC, v_NHTC = heads.permute(2, 0, 3, 1, 4).unbind(0)
+        q_NHTC, k_NHTC, v_NHTC = (part.transpose(1, 2) for part in heads.unbind(2))
         q_NHTC, k_NHTC = self.q_norm(q_NHTC) * self.scale, self.k_norm(k_NHTC)
         scores_NHTT = q_NHTC @ k_NHTC.mT
         # Powers of 16 bits would be too coarse.

@@ -72,10 +72,11 @@ def visible_boxes(view_N23: np.ndarray) -> np.ndarray:
 
     Returns float32 `[N, 4]`, (top, left, bottom, right), normalized like a Window.
     """
-    # The points that the input's corners (0, 0) and (1, 1) show. They are enough for crops, which
-    # are neither rotated nor sheared. [N, corner, (x, y)]
-    ends = np.stack([view_N23[:, :, 2], view_N23.sum(2)], axis=1)
-    return np.concatenate([ends.min(1)[:, ::-1], ends.max(1)[:, ::-1]], axis=1)
+    # The points (x, y) that the input's corners (0, 0) and (1, 1) show. They are enough for crops,
+    # which are neither rotated nor sheared.
+    first, last = view_N23[:, :, 2], view_N23.sum(2)
+    ends = np.minimum(first, last), np.maximum(first, last)
+    return np.concatenate([end[:, ::-1] for end in ends], axis=1)
 
 
 def teacher_window(geometry: Geometry, height: int, width: int) -> TLBR:

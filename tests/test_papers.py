@@ -1,8 +1,8 @@
-"""The table of the papers' claims: no row is missing, commands parse, figures are the recipes'."""
+"""The table of the papers' claims: its rows and figures are the papers', and its commands parse."""
 
 import re
 import shlex
-from collections import Counter
+import tomllib
 from inspect import getdoc
 from itertools import chain
 from pathlib import Path
@@ -11,61 +11,35 @@ from typing import NamedTuple
 import pytest
 import timm
 import tyro
+from torch import nn
 
 from benchmarks.step import StepBenchmark
 from densefeed.storage.datasets import COUNTS
-from densefeed.tools.model_costs import ModelCosts, costs_by_name
+from densefeed.tools.model_costs import Costs, ModelCosts, costs_by_name, measure_costs
 from densefeed.tools.pack_dataset import Packing
 from densefeed.tools.validate import Validation
 from densefeed.training.config import Config, check_unused
 
 from .documents import FOLDERS, NAMED, count_parameters, parse, table_rows
-from .runs import objective_for
+from .runs import meta_device, objective_for
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/results/papers.md"
 ABLATIONS = (ROOT / "densefeed/recipes/ABLATIONS.md").read_text()
-# Rows of each table, counted in the papers; one for a figure without commands, one for each curve.
-# Table 9 of Token Labeling includes section 4.3; FLOPs are those of six networks in seven rows.
-EXPECTED = {
-    "Token Labeling (arXiv 2104.10858)": {
-        **{"Figure 1": 1, "Figure 2": 1, "Figure 3": 1, "Table 1": 2, "Table 2": 3, "Table 3": 8},
-        **{"Table 4": 7, "Table 5": 3, "Table 6": 3, "Table 7": 5, "Table 8": 4, "Table 9": 6},
-        **{"Table 10": 36, "Table 10, FLOPs": 6},
-    },
-    "Token Labeling, supplementary material": {
-        **{"Table 1": 1, "Table 2": 1, "Table 3": 1, "Table 4": 1, "Table 5": 1},
-        **{"Figure 1": 1, "Figure 2": 1},
-    },
-    "DHVT, supplementary material (arXiv 2210.05958)": {
-        **{"Table 1": 13, "Table 2": 4, "Table 3": 3, "Section 2.2.2": 4, "Table 4": 7},
-        **{"Table 5": 12, "Section 2.1": 1, "Table 6": 6, "Table 7": 5, "Table 8": 5},
-        **{"Table 9": 35, "Table 10": 6, "Table 11": 8, "Figure 1": 8, "Figure 2": 2},
-        **{"Figure 3": 1, "Figure 4": 1, "Figure 5": 1, "Figure 6": 1, "Figure 7": 1},
-    },
-    "DRLoc, supplementary material (arXiv 2106.03746)": {
-        **{"Figure 2": 1, "Table 6": 6, "Table 7": 4, "Table 8": 8, "Table 9": 2, "Table 10": 4},
-        **{"Table 11": 4, "Table 12": 2, "Table 13": 2, "Figure 3": 6, "Table 14": 6},
-        **{"Table 15": 1, "Table 16": 9},
-    },
-    "Bootstrapping ViTs (arXiv 2112.03552)": {
-        **{"Figure 1": 1, "Figure 2": 1, "Figure 3": 1, "Figure 4": 1, "Table 1": 20},
-        **{"Table 2": 4, "Table 3": 7, "Table 4": 7, "Table 5": 4, "Table 6": 2, "Table 7": 2},
-        **{"Figure 5": 6, "Figure 6": 3, "Figure 7": 1, "Figure 8": 1, "Table 8": 1},
-        **{"Table 9": 1, "Table 10": 1, "Table 11": 1},
-    },
-}
 PROGRAMS = {
     "tools/validate.py": Validation,
     "tools/model_costs.py": ModelCosts,
     "tools/pack_dataset.py": Packing,
     "benchmarks.step": StepBenchmark,
 }
-NO_COMMAND = r"not built: |quoted there, with .* epochs: |no claim: |Table \d+ of the|the values of"
+NO_COMMAND = (
+    r"not built: |quoted there, with .* epochs: |quoted there, no weights are published: "
+    r"|no claim: |Table \d+ of the|the values of"
+)
 HERE = rf"{NO_COMMAND}|(quoted there; )?not run: needs |equal|[\d,.]+ |\[[\d.]+\s% on a CPU\]"
-# Figures of docstrings that no table has: parameters in millions, DRLoc's published logs, epochs
-# and accuracies of the published weights.
-ELSEWHERE = {"29.1", "88.29", "86.17", "85.5", "86.4"}
+# The figures of the papers' tables, row by row, and of the recipes' help.
+PAPERS = tomllib.loads((ROOT / "tests/paper_figures.toml").read_text())
+HELP = PAPERS.pop("help")
 
 
 class Claim(NamedTuple):
@@ -90,19 +64,26 @@ def read_claims() -> list[Claim]:
     return claims
 
 
+def commands_of(claim: Claim) -> list[str]:
+    """Return the commands of a row, in the order in which to run them."""
+    return re.findall(r"`([^`]+)`", claim.command)
+
+
 CLAIMS = read_claims()
-COMMANDS = sorted({claim.command.strip("`") for claim in CLAIMS if claim.command[0] == "`"})
+COMMANDS = sorted({command for claim in CLAIMS for command in commands_of(claim)})
+LINKED = re.compile(r"\[(\d+) commands\]\(\S+#([\w-]+)\)")
+LINKS = [claim for claim in CLAIMS if LINKED.match(claim.command)]
 
 
 def numbers(text: str) -> list[str]:
     """Return the decimal numbers of a text."""
-    return re.findall(r"(?<![\d.,])\d+\.\d+(?![\d.])", text)
+    return re.findall(r"(?<![\d.,])\d+\.\d+(?!\d|\.\d)", text)
 
 
-def linked_rows(claim: Claim) -> int:
-    """Return the rows that a claim stands for: those behind its link, else one."""
-    found = re.match(r"\[(\d+) commands\]", claim.command)
-    return int(found[1]) if found else 1
+def split_row(line: str) -> tuple[str, str]:
+    """Return the name and the figures of a line of a table of PAPERS."""
+    name, _, figures = line.rpartition(" | ")
+    return name, figures
 
 
 def read_config(command: str) -> Config:
@@ -114,13 +95,27 @@ def read_config(command: str) -> Config:
     return config
 
 
-def test_no_table_figure_or_row_is_missing():
-    found = {paper: Counter() for paper in EXPECTED}
+def expand(claim: Claim) -> list[tuple[str, str]]:
+    """Return the names and figures of the rows that a claim stands for: those behind its link."""
+    link = LINKED.match(claim.command)
+    if not link or "curve" in claim.figures:
+        return [(claim.row, claim.figures)]
+    rows = [(row[0], row[-1]) for row in table_rows(section_of(link[2]), 4)]
+    assert claim.figures == " / ".join(figures for _, figures in rows)
+    return rows
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_rows_and_figures_are_those_of_the_paper(paper):
+    """Every table and figure has its rows, in the paper's order, and no other."""
+    assert {claim.paper for claim in CLAIMS} == set(PAPERS)
+    found = {}
     for claim in CLAIMS:
-        found[claim.paper][claim.where] += linked_rows(claim)
-    assert {paper: dict(rows) for paper, rows in found.items()} == EXPECTED
-    # No row twice.
-    assert len({(c.paper, c.where, c.row) for c in CLAIMS}) == len(CLAIMS)
+        if claim.paper == paper:
+            found.setdefault(claim.where, []).extend(expand(claim))
+    for where, text in PAPERS[paper].items():
+        assert found.pop(where) == [split_row(line) for line in text.strip().splitlines()], where
+    assert not found
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda c: f"{c.paper[:6]} {c.where} {c.row[:20]}")
@@ -151,18 +146,46 @@ def section_of(anchor: str) -> str:
     raise AssertionError(f"no heading has the anchor {anchor}")
 
 
+def test_links_count_the_commands_behind_them():
+    counts = {}
+    for claim in LINKS:
+        count, anchor = LINKED.match(claim.command).groups()
+        counts[anchor] = counts.get(anchor, 0) + int(count)
+    # DHVT's two figures share a curve.
+    counts["dhvts-figures-1-and-2-curves"] -= 1
+    for anchor, count in counts.items():
+        section = section_of(anchor)
+        assert len(table_rows(section, 4) + table_rows(section, 3)) == count, anchor
+
+
 @pytest.mark.parametrize(
-    "claim", [c for c in CLAIMS if linked_rows(c) > 1], ids=lambda c: f"{c.paper[:6]} {c.where}"
+    ("panel", "option"),
+    [
+        ("weight of L_mutual", "--distill-weight"),
+        ("weight of L_feat", "--feature-weight"),
+        ("temperature", "--distill-temperature"),
+    ],
 )
-def test_linked_rows_are_those_of_the_ablations(claim):
-    section = section_of(re.search(r"#([\w-]+)\)", claim.command)[1])
-    if claim.figures == "curves":
-        # The two figures share a curve.
-        assert len(table_rows(section, 3)) == 9
-        return
-    rows = table_rows(section, 4)
-    assert len(rows) == linked_rows(claim)
-    assert claim.figures.split(" / ") == [paper for *_, paper in rows]
+def test_a_panel_of_figure_6_is_a_sweep_around_the_default(panel, option):
+    rows = table_rows(section_of("bootstrappings-figure-6-weights-and-temperature"), 4)
+    values = [name.removeprefix(f"{panel}, ") for name, *_ in rows if name.startswith(panel)]
+    joint = "python train.py bootstrapping_vit_s_joint"
+    commands = [line.strip("`") for name, line, *_ in rows if name.startswith(panel)]
+    assert commands == [f"{joint} {option} {value}" for value in values]
+    field = option.removeprefix("--").replace("-", "_")
+    default = getattr(NAMED["bootstrapping_vit_s_joint"]().objective.bootstrap, field)
+    steps = [float(value) for value in values]
+    assert steps == sorted(steps)
+    assert steps[1] < default < steps[2]
+
+
+@pytest.mark.parametrize(("size", "depth"), [("S", 6), ("B", 12)])
+def test_a_curve_of_figure_7_leaves_out_each_block(size, depth):
+    rows = table_rows(section_of("bootstrappings-figure-7-blocks-without-feature-loss"), 4)
+    commands = [line.strip("`") for name, line, *_ in rows if name.startswith(f"ViT-{size} ")]
+    recipe = f"python train.py bootstrapping_vit_{size.lower()}_joint --feature-blocks"
+    blocks = [str(block) for block in range(1, depth + 1)]
+    assert commands == [" ".join([recipe, *(b for b in blocks if b != left)]) for left in blocks]
 
 
 @pytest.mark.parametrize(
@@ -210,23 +233,42 @@ def test_training_commands_run_as_train_py_reads_them(command, monkeypatch):
     assert count_parameters(config) > 1e6
 
 
-def test_figures_of_a_recipe_are_those_of_its_help():
-    """Commands without options that change a recipe; and no figure stands in the help alone."""
-    own = [c for c in CLAIMS if c.command.startswith("`python train.py")]
-    for claim in own:
-        words = shlex.split(claim.command.strip("`"))[2:]
-        if len(words) == 1 or (NAMED[words[0]]().model.init is tyro.MISSING and len(words) == 3):
-            assert set(numbers(claim.figures)) <= set(numbers(getdoc(NAMED[words[0]]))), claim
-    listed = {number for claim in CLAIMS for number in numbers(claim.figures)} | ELSEWHERE
-    for name, recipe in NAMED.items():
-        stated = {number for number in numbers(getdoc(recipe)) if 8 < float(number) < 100}
-        assert stated <= listed, (name, stated - listed)
+def test_figures_of_the_help_are_those_of_the_papers():
+    """All of them, in order: a line of `help` lists a recipe's figures as its docstring does."""
+    stated = {name: " ".join(figures_of_help(name)) for name in NAMED}
+    assert {name: figures for name, figures in stated.items() if figures} == HELP
+
+
+def figures_of_help(name: str) -> list[str]:
+    """Return the accuracies in a recipe's docstring; other numbers are below 8 or above 100."""
+    return [n for n in numbers(getdoc(NAMED[name])) if 8 < float(n) < 100]
+
+
+def test_a_recipe_has_the_figures_of_its_row_in_its_help():
+    """The rows whose command is a recipe without options that change it."""
+    for claim in CLAIMS:
+        for words in map(shlex.split, commands_of(claim)[-1:]):
+            if words[1] != "train.py" or set(words[3::2]) - {"--init"}:
+                continue
+            stated = iter(figures_of_help(words[2]))
+            figures = [n for n in numbers(claim.figures) if "after" not in claim.figures]
+            # A subsequence: `in` consumes the iterator.
+            assert all(figure in stated for figure in figures), claim
+
+
+def test_runs_to_start_from_are_made_by_a_command():
+    """`--init runs/NAME` is the --out of the row's first command, or a run of the recipe NAME."""
+    for claim in CLAIMS:
+        made = set(NAMED)
+        for command in commands_of(claim):
+            assert set(re.findall(r"--init runs/(\w+)/", command)) <= made, claim
+            made |= set(re.findall(r"--out runs/(\w+)", command))
 
 
 def test_sizes_of_domainnet_are_those_that_are_checked():
     rows = [c for c in CLAIMS if "DHVT" in c.paper and c.where == "Table 6"]
     for claim in rows:
-        classes, splits = COUNTS[f"domainnet/{claim.row}"]
+        classes, splits = COUNTS[f"domainnet/{claim.row.partition(',')[0]}"]
         assert claim.figures == f"{splits['train']:,} / {splits['test']:,} / {classes}"
 
 
@@ -241,8 +283,30 @@ def test_counted_figures(claim):
         assert claim.here == f"{counted:,} parameters at 100 classes"
         return
     options = tyro.cli(ModelCosts, args=shlex.split(claim.command.strip("`"))[2:])
-    costs, _ = costs_by_name(options.models[0], options.size)
+    costs, size = costs_by_name(options.models[0], options.size)
+    if claim.where == "Table 1, sizes":
+        check_sizes(claim.here, options.models[0], costs, size)
+        return
     assert claim.here in (
         f"{costs.parameters:,} / {costs.without_attention:.2f} G",
         f"{costs.whole:.2f} G",
     )
+
+
+def check_sizes(here: str, name: str, costs: Costs, size: int) -> None:
+    """Compare a row of Bootstrapping's Table 1 with the model: at 10 and 100 classes, and G."""
+    counts = [
+        f"{sum(p.numel() for p in on_meta(name, num_classes=n).parameters()):,}" for n in (10, 100)
+    ]
+    row, _, later = here.partition("; ")
+    assert row == " / ".join([*counts, f"{costs.whole:.2f} G"])
+    if later:
+        whole, *down = re.fullmatch(r"([\d.]+ G) with `down=\((\d+),(\d+)\)`", later).groups()
+        agent = on_meta(name, down=tuple(map(int, down)))
+        assert whole == f"{measure_costs(agent, size).whole:.2f} G"
+
+
+def on_meta(name: str, **arguments: object) -> nn.Module:
+    """Return a model without weights."""
+    with meta_device():
+        return timm.create_model(name, **arguments)

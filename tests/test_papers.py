@@ -137,11 +137,33 @@ def steps_of_drloc() -> str:
     return (PAGE.parent / "steps.md").read_text().partition("## DRLoc")[2].partition("\n## ")[0]
 
 
+def anchor_of(title: str) -> str:
+    """Return the anchor of a heading."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def test_the_page_of_the_ablations_links_to_all_their_sections():
+    titles = re.findall(r"^## (.+)$", ABLATIONS, flags=re.M)
+    links = re.findall(r"ABLATIONS\.md#([\w-]+)", (PAGE.parent / "ablations.md").read_text())
+    assert sorted(links) == sorted(map(anchor_of, titles))
+
+
+@pytest.mark.parametrize("title", ["Other optimizers", "Published labels with RandAugment"])
+def test_rows_of_three_seeds_have_commands(title):
+    section = (PAGE.parent / "quickstart.md").read_text().partition(f"### {title}\n")[2]
+    section = re.split(r"^###? ", section, flags=re.M)[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ") and "±" in line]
+    commands = re.findall(r"`(python train\.py [^`]+)`", "\n".join(rows))
+    assert len(rows) == len(set(commands)) > 3
+    for command in commands:
+        objective_for(read_config(command))
+
+
 def section_of(anchor: str) -> str:
     """Return the section of the ablations with this anchor."""
     for section in re.split(r"^## ", ABLATIONS, flags=re.M)[1:]:
         title = section.partition("\n")[0]
-        if re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") == anchor:
+        if anchor_of(title) == anchor:
             return section
     raise AssertionError(f"no heading has the anchor {anchor}")
 

@@ -237,6 +237,7 @@ OPTIONS = {
     "no augmentation": {"rand_augment": "", "erase_probability": 0.0},
     "much augmentation": {"rand_augment": "rand-m9-n10-inc1", "erase_count": 3},
     "color jitter": {"rand_augment": "", "color_jitter": (0.4, 0.4, 0.4), "shift": 4},
+    "black border": {"shift": 4, "shift_border": "black"},
     "published sampling": {"geometry": "published", "outside": "uniform"},
     "float16": {"precision": "fp16", "clip_grad": 1.0, "on_nonfinite": "skip"},
     "sgd": {"optimizer": "sgd", "on_nonfinite": "skip"},

@@ -12,6 +12,9 @@ reaches beyond `Batch.shown`, the crop, the image has the fill color. Resampling
 timm: where a sample of three layers or more has a photometric operation between two geometric
 ones, it acts before both. With two layers the order is exactly timm's, but two geometric operations
 blur once instead of twice, and the second can bring back pixels that the first moved out of view.
+A shift with a black border is not composed, but done before all operations: it is exactly timm's,
+and where a geometric operation shows fill from beyond the shifted crop, the label is that of the
+image.
 """
 
 from collections import deque

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -104,7 +104,8 @@ class AugmentPlan(NamedTuple):
     after: tuple[Group, ...]
     boxes: tuple[EraseBox, ...]
     row: Tensor  # int64 [R + M], the samples of the groups, then the warped ones
-    # float32 [R + 13 M]: arguments; matrices in pixels; the same normalized; 1 for bicubic
+    # float32 [R + 13 M]: arguments; matrices in pixels; the same normalized, with black shifts,
+    # which are among the groups; 1 for bicubic
     number: Tensor
     table: Tensor  # uint8 [R, 256], of the groups named Table
 
@@ -130,7 +131,7 @@ class AugmentPlan(NamedTuple):
 
     @property
     def matrix(self) -> Tensor:
-        """The same map in normalized coordinates, to compose the View with."""
+        """The same map after the shift, in normalized coordinates, to compose the View with."""
         return self._part(6, 12).view(-1, 2, 3)
 
     @property
@@ -166,10 +167,15 @@ class Chooser:
         *layer, last_N, matrix_N33, cubic_N = self._rand_augment(draw, len(index_N), height, width)
         # Codes and arguments of layers, in order.
         layers = [layer]
-        # RandomCrop with padding precedes RandAugment: a geometric layer before all others.
+        shown_N33 = matrix_N33
+        # RandomCrop with padding precedes RandAugment: geometric layers before all others.
         if self.augment.shift:
-            layers.insert(0, (np.full((len(index_N), 1), -1), np.zeros((len(index_N), 1))))
-            matrix_N33, last_N = self._draw_shifts(draw) @ matrix_N33, last_N + 1
+            shift_N33 = self._draw_shifts(draw)
+            shown_N33 = shift_N33 @ matrix_N33
+            shift = make_shift_layers(shift_N33, self.augment.shift_border)
+            layers, last_N = [shift, *layers], last_N + shift[0].shape[1]
+            if self.augment.shift_border == "mean":
+                matrix_N33 = shown_N33
         if any(self.augment.jitter):
             layers.append(self._jitter(draw))
         for number, name in enumerate(self.augment.operations):
@@ -179,10 +185,9 @@ class Chooser:
             code_NL, argument_NL, last_N
         )
         row_M = np.flatnonzero(last_N >= 0)
-        matrix_M33 = matrix_N33[row_M]
         scale = np.diag([width, height, 1.0])
-        normalized_M33 = np.linalg.inv(scale) @ matrix_M33 @ scale
-        matrices = matrix_M33[:, :2].ravel(), normalized_M33[:, :2].ravel()
+        normalized_M33 = np.linalg.inv(scale) @ shown_N33[row_M] @ scale
+        matrices = matrix_N33[row_M, :2].ravel(), normalized_M33[:, :2].ravel()
         number = np.concatenate([argument_R, *matrices, cubic_N[row_M]])
         return AugmentPlan(
             before,
@@ -364,6 +369,20 @@ class Chooser:
             columns = np.stack((samples, top, left, box_height, box_width, noise), 1).astype(int)
             boxes += [EraseBox(*row) for row in columns[fits[pick]].tolist()]
         return tuple(boxes)
+
+
+def make_shift_layers(
+    shift_N33: np.ndarray, border: Literal["mean", "black"]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Make the layers of a shift: codes and arguments, `[N, 1]` for a mean border, else `[N, 2]`.
+
+    With a mean border it is composed into the warp, which fills with the same color, so its layer
+    is empty. A black one is done by operations of its own, for its color is not the warp's.
+    """
+    N = len(shift_N33)
+    if border == "mean":
+        return np.full((N, 1), -1), np.zeros((N, 1))
+    return np.tile([CODES["ShiftX"], CODES["ShiftY"]], (N, 1)), shift_N33[:, :2, 2]
 
 
 def group_operations(

@@ -1,4 +1,4 @@
-"""The photometric operations of RandAugment and color jitter, by Pillow's definitions.
+"""The photometric operations of RandAugment and color jitter, by Pillow's definitions, and shifts.
 
 They are batched and run on any device, without a host sync. Every operation takes uint8
 `[N, H, W, 3]` and returns a new tensor of the same shape and dtype. Rounding follows Pillow's, so
@@ -201,6 +201,21 @@ def hue(image_NHWC: Tensor, turn_N: Tensor) -> Tensor:
     return quantize_levels(torch.stack(channels, -1).add_(0.5))
 
 
+def shift_rows_black(image_NHWC: Tensor, step_N: Tensor) -> Tensor:
+    """Show row y + `step_N`, a whole number, at row y: black where the image has no such row."""
+    N, H = image_NHWC.shape[:2]
+    row_NH = torch.arange(H, device=image_NHWC.device) + step_N.long()[:, None]
+    near_NH = row_NH.clamp(0, H - 1)
+    number_N1 = torch.arange(N, device=image_NHWC.device)[:, None]
+    is_inside_NH = (row_NH == near_NH).to(torch.uint8)
+    return image_NHWC[number_N1, near_NH] * is_inside_NH[:, :, None, None]
+
+
+def shift_columns_black(image_NHWC: Tensor, step_N: Tensor) -> Tensor:
+    """Do the work of `shift_rows_black` on columns."""
+    return shift_rows_black(image_NHWC.transpose(1, 2), step_N).transpose(1, 2)
+
+
 OPERATIONS = {
     "AutoContrast": auto_contrast,
     "Equalize": equalize,
@@ -209,4 +224,6 @@ OPERATIONS = {
     "Sharpness": sharpness,
     "GaussianBlur": gaussian_blur,
     "Hue": hue,
+    "ShiftX": shift_columns_black,
+    "ShiftY": shift_rows_black,
 }

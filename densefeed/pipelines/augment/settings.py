@@ -77,6 +77,9 @@ class Augment(Options):
     operations: tuple[str, ...] = ()
     # largest translation of a crop in whole pixels, each way: RandomCrop with this padding
     shift: NonNegativeInt = 0
+    # color beyond the shifted crop: the mean, or black as in torchvision's RandomCrop, which is
+    # then done before all other operations and not composed with them
+    shift_border: Literal["mean", "black"] = "mean"
     # interpolation of rotation, shear and translation
     interpolation: Literal["random", "bilinear", "bicubic"] = "random"
     erase_probability: Fraction = 0.0  # of random erasing (timm's reprob)
@@ -111,6 +114,8 @@ class Augment(Options):
     def unused(self) -> dict[str, str]:
         erasing = ("erase_mode", "erase_count", "erase_max_area")
         found = dict.fromkeys(() if self.erase_probability else erasing, "--erase-probability")
+        if not self.shift:
+            found["shift_border"] = "--shift"
         needing = ("interpolation", "augment_before_crop")
         return found if self.rand_augment else found | dict.fromkeys(needing, "--rand-augment")
 

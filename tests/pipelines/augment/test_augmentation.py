@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from timm.data import auto_augment
+from torchvision.transforms import RandomCrop
 from torchvision.transforms.v2 import functional as tv
 
 from densefeed.pipelines.augment import augmentation as augment_module
@@ -277,6 +278,31 @@ def test_a_shift_is_a_crop_of_the_padded_image(images):
         torch.testing.assert_close(view[row][:, 2], moved)
         assert torch.equal(view[row][:, :2], batch.view[row][:, :2])
     assert choice.pixel_matrix[:, :, 2].any()
+
+
+@pytest.mark.parametrize("policy", ["", "rand-m9-mstd0.5-n3-inc1"])
+def test_a_black_border_is_that_of_torchvisions_random_crop(images, monkeypatch, policy):
+    """Byte for byte RandomCrop(size, padding=4), then RandAugment: its operations see the border.
+
+    Labels follow both.
+    """
+    H, W = images.shape[1:3]
+    augment = Augment(shift=4, shift_border="black", rand_augment=policy)
+    augmentation, batch = Augmentation(PLAN, augment, MEAN, STD), batch_of(images)
+    choice = choose(augmentation, batch)
+    alone = Augmentation(PLAN, Augment(shift=4), MEAN, STD)
+    moves = choose(alone, batch).pixel_matrix[:, :, 2].int().tolist()
+    padded = []
+    for image, (right, down) in zip(images, moves, strict=True):
+        place = 4 + down, 4 + right, H, W
+        monkeypatch.setattr(RandomCrop, "get_params", lambda *_, place=place: place)
+        padded.append(RandomCrop((H, W), padding=4)(image.permute(2, 0, 1)).permute(1, 2, 0))
+    assert len({tuple(move) for move in moves}) > 20
+    later = Augmentation(PLAN, Augment(rand_augment=policy), MEAN, STD)
+    rest = batch._replace(image=torch.stack(padded), view=alone(batch, choose(alone, batch)).view)
+    assert torch.equal(augmentation.crops(batch, choice), later.crops(rest, choose(later, rest)))
+    want = later(rest, choose(later, rest)).view
+    torch.testing.assert_close(augmentation(batch, choice).view, want, rtol=0, atol=1e-6)
 
 
 def test_only_image_and_view_change(images):

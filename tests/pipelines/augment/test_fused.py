@@ -37,6 +37,7 @@ CASES = {
         "erase_probability": 0.5,
         "erase_mode": "const",
     },
+    "black border": {"rand_augment": "rand-m9-mstd0.5-inc1", "shift": 4, "shift_border": "black"},
     "blur": {"rand_augment": "rand-m9-mstd0.5-t3a", "color_jitter": (0.3, 0.3, 0.3)},
     "none": {},
 }

@@ -40,6 +40,11 @@ def by_pillow(images: torch.Tensor, operation) -> torch.Tensor:
     )
 
 
+def move(image: Image.Image, right: float, down: float) -> Image.Image:
+    """Cut the same size out of the image at another place; Pillow fills with black."""
+    return image.crop((right, down, right + image.width, down + image.height))
+
+
 BY_PILLOW = {
     "AutoContrast": (lambda image, _: ImageOps.autocontrast(image), [0.0]),
     "Equalize": (lambda image, _: ImageOps.equalize(image), [0.0]),
@@ -60,6 +65,8 @@ BY_PILLOW = {
         [0.1, 0.5, 1.0, 1.41, 1.42, 2.0],
     ),
     "Hue": (adjust_hue, [-0.5, -0.3, -0.01, 0.0, 0.1, 0.37, 0.5]),
+    "ShiftX": (lambda image, by: move(image, by, 0), [-90.0, -83.0, -28.0, -1.0, 0.0, 4.0, 83.0]),
+    "ShiftY": (lambda image, by: move(image, 0, by), [-90.0, -61.0, -28.0, -1.0, 0.0, 4.0, 61.0]),
 }
 
 

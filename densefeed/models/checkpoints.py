@@ -71,6 +71,7 @@ class Facts(NamedTuple):
     class_names: list[str]  # in the order of the logits
     size: int | None  # side of the input in training, pixels
     crop_pct: float | None  # side of the evaluation crop, share of the shorter side
+    eval_interpolation: str | None  # filter that resizes that crop
 
 
 def load(path: Path) -> dict:
@@ -291,7 +292,7 @@ def read_facts(checkpoint: dict, path: Path) -> Facts:
     config = config if isinstance(config, dict) else {}
     data = config["data"] if isinstance(config.get("data"), dict) else config
     given = {name: stated.get(name) for name in ("mean", "std", "class_names")}
-    given |= {name: data.get(name) for name in ("size", "crop_pct")}
+    given |= {name: data.get(name) for name in ("size", "crop_pct", "eval_interpolation")}
     for name, (valid, expected) in FACTS.items():
         if given[name] is not None and not valid(given[name]):
             raise CheckpointError(f"{path}: its {name} is not {expected}; copy or train it again")
@@ -316,6 +317,7 @@ FACTS = {
     "class_names": (are_names, "a list of names"),
     "size": (lambda value: type(value) is int and value > 0, "a number of pixels"),
     "crop_pct": (lambda value: is_number(value) and LEAST_CROP <= value <= 1, "from 0.001 to 1"),
+    "eval_interpolation": (lambda value: value in ("bilinear", "bicubic"), "bilinear or bicubic"),
 }
 
 

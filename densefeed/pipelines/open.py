@@ -30,6 +30,7 @@ from densefeed.system.errors import UserError
 from densefeed.system.options import Bounds, Count, Fraction, Options
 
 Mode = Literal["train", "evaluate"]
+Filter = Literal["bilinear", "bicubic"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +66,10 @@ class DataOptions(Options):
     side_multiple: Count = 16
     crop_scale: tuple[float, float] = (0.08, 1.0)  # area of a training crop, fraction of the image
     hflip: Fraction = 0.5  # probability of a left-right flip
-    # filter that resizes training crops; random: either for each crop; evaluation is bilinear
+    # filter that resizes training crops; random: either for each crop
     crop_interpolation: Interpolation = "bilinear"
+    # filter that resizes evaluation crops; checkpoints and exports state it
+    eval_interpolation: Filter = "bilinear"
     # side of the evaluation crop, fraction of the image's shorter side
     crop_pct: Annotated[float, Bounds(LEAST_CROP, 1)] = 0.9
 
@@ -216,7 +219,7 @@ def open_dataset(
         crop_scale=data.crop_scale,
         hflip=data.hflip,
         crop_pct=data.crop_pct,
-        crop_interpolation=data.crop_interpolation,
+        crop_interpolation=data.crop_interpolation if training else data.eval_interpolation,
     )
     if training:
         check_memory(plan)

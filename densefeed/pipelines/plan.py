@@ -81,8 +81,8 @@ class EpochPlan:
         batch: rows of a global batch, over all ranks; a multiple of `ranks` and of `repeats`.
         seed: key of every draw, 64 bits.
         hflip: probability of a left-right flip.
-        crop_interpolation: the filter that resizes training crops, antialiased; `random` draws one
-            of the two for each crop. Evaluation is bilinear.
+        crop_interpolation: the filter that resizes crops, antialiased; `random`, in training, draws
+            one of the two for each crop.
         rank, ranks: the rank whose rows `shard` returns, and the number of ranks.
         parts: forward passes that a global batch is divided into, over all ranks; a multiple of
             `ranks`; 0: one per rank. In training, row i and its mixing partner, row batch - 1 - i,
@@ -156,6 +156,11 @@ class EpochPlan:
             raise UserError(
                 "--aspects reorders the training set, so it cannot keep an order of storage; give "
                 "--order random, or remove --aspects"
+            )
+        if self.mode == "evaluate" and self.crop_interpolation == "random":
+            raise UserError(
+                "crop_interpolation random draws a filter for each training crop; choose bilinear "
+                "or bicubic to evaluate"
             )
         # Refuses sides that are not positive and aspects with equal shapes.
         self.shapes()
@@ -363,10 +368,8 @@ class EpochPlan:
 
         `u` is `crop_draws` of the samples.
         """
-        N = u.shape[1]
-        if self.mode == "evaluate" or self.crop_interpolation != "random":
-            is_cubic = self.mode == "train" and self.crop_interpolation == "bicubic"
-            return np.full(N, is_cubic)
+        if self.crop_interpolation != "random":
+            return np.full(u.shape[1], self.crop_interpolation == "bicubic")
         return u[-1] >= 0.5
 
     def mix_box(

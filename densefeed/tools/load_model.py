@@ -14,8 +14,8 @@ from densefeed.models.token_transformer import TokenTransformer
 from densefeed.system.errors import UserError, first_line
 
 Weights = Literal["ema", "raw"]
-# Our loaders resample with an antialiased triangle filter, which Pillow and timm call bilinear.
-OUR_INTERPOLATION = "bilinear"
+# The filter of evaluation in runs whose config has no option for it.
+OLD_INTERPOLATION = "bilinear"
 # Largest side of the input that a file may ask for, pixels: the model is tried at it.
 MAX_SIZE = 1024
 # Patches along a side of an input, if a file states them. Attention over 64 x 64 takes 67 MB a
@@ -101,11 +101,16 @@ def open_trained(
         class_names=names,
         size=size,
         crop_pct=facts.crop_pct or data["crop_pct"],
-        # Only checkpoints of train.py hold the recipe of their model.
-        interpolation=OUR_INTERPOLATION if "recipe" in checkpoint else data["interpolation"],
+        interpolation=facts.eval_interpolation or default_interpolation(checkpoint, data),
         mean=facts.mean or tuple(data["mean"]),
         std=facts.std or tuple(data["std"]),
     )
+
+
+def default_interpolation(checkpoint: dict, data: dict) -> str:
+    """Return the filter of a checkpoint that states none: that of earlier runs, else timm's."""
+    # Only checkpoints of train.py hold the recipe of their model.
+    return OLD_INTERPOLATION if "recipe" in checkpoint else data["interpolation"]
 
 
 def load_raw(model: nn.Module, checkpoint: dict, path: Path) -> None:

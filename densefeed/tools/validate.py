@@ -20,10 +20,11 @@ ILSVRC2012_val_00000001.JPEG and so on. In a folder they are found by these name
 file names and is assumed to be in that order. Both are refused if the labels of fewer than half of
 the images are among their ReaL classes.
 
-PIXELS. The loader crops the centered square of crop-pct times the shorter side and resizes it with
-an antialiased triangle filter (bilinear in Pillow and timm). timm resizes the shorter side to size
-/ crop-pct, with bicubic filtering for most models, and crops afterwards. Accuracies of published
-models may therefore differ from the reported ones by some hundredths of a percentage point.
+PIXELS. The loader crops the centered square of crop-pct times the shorter side and resizes it,
+antialiased, with the filter of the checkpoint's run or, for other files, of timm's model.
+--eval-interpolation selects another one. timm resizes the shorter side to size / crop-pct and crops
+afterwards. Accuracies of published models may therefore differ from the reported ones by some
+hundredths of a percentage point.
 """
 
 import statistics
@@ -32,7 +33,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import tyro
@@ -46,7 +47,7 @@ from densefeed.native import MAX_PIXELS
 from densefeed.pipelines.augment.augmentation import Normalize
 from densefeed.pipelines.batch import to_device
 from densefeed.pipelines.loader import Source, ThreadedLoader
-from densefeed.pipelines.open import find_loader
+from densefeed.pipelines.open import Filter, find_loader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.storage.geometry import LEAST_CROP
 from densefeed.storage.images import MaxPixels, limit_pixels
@@ -58,7 +59,7 @@ from densefeed.system.options import Bounds, Count, Options
 from densefeed.system.progress import bar
 from densefeed.system.provenance import check_replaceable, environment, write_json
 from densefeed.system.terminal import escape_controls, print_table
-from densefeed.tools.load_model import Weights, imagenet_names, open_trained
+from densefeed.tools.load_model import Trained, Weights, imagenet_names, open_trained
 from densefeed.training.evaluation import Metrics, mean_metrics_sync, predict, sum_metrics
 
 PACKAGES = ("torch", "timm", "numpy")
@@ -82,6 +83,8 @@ class Validation(Options):
     size: int = 0  # side of the input, pixels; 0: the size the model was trained at
     # side of the crop, share of the shorter side; 0: the checkpoint's value
     crop_pct: float = 0.0
+    # filter that resizes the crop; auto: the checkpoint's
+    eval_interpolation: Literal["auto", "bilinear", "bicubic"] = "auto"
     weights: Weights = "ema"  # EMA weights where the checkpoint has them, or the raw weights
     model: str = ""  # timm's name of the model, for a checkpoint that does not contain it
     real: str = ""  # ReaL labels: path of real.json, or `timm` for the copy in timm
@@ -285,6 +288,17 @@ def measure_sync(
 # ------------------------------------------------------------------------- command
 
 
+def choose_filter(given: str, trained: Trained) -> str:
+    """Return the filter that resizes crops. UserError if the loaders do not have the model's."""
+    chosen = trained.interpolation if given == "auto" else given
+    if chosen not in get_args(Filter):
+        raise UserError(
+            f"{trained.name} is evaluated with the filter {chosen}, which loaders do not have; "
+            "give --eval-interpolation bicubic"
+        )
+    return chosen
+
+
 def main(options: Validation) -> dict:
     """Evaluate the model, print the table and write the JSON file; return the row."""
     if options.json:
@@ -298,6 +312,7 @@ def main(options: Validation) -> dict:
     trained = open_trained(options.checkpoint, options.weights, options.model, options.size)
     source, model = open_source(options), trained.model
     count, crop_pct = len(source.labels), options.crop_pct or trained.crop_pct
+    interpolation = choose_filter(options.eval_interpolation, trained)
     plan = EpochPlan(
         num_samples=count,
         batch=min(options.batch, count),
@@ -305,6 +320,7 @@ def main(options: Validation) -> dict:
         mode="evaluate",
         sizes=((0, trained.size),),
         crop_pct=crop_pct,
+        crop_interpolation=interpolation,
     )
     dtype = None
     if options.precision == "bf16" or (options.precision == "auto" and device.type == "cuda"):
@@ -328,6 +344,7 @@ def main(options: Validation) -> dict:
         "classes_by": match.by,
         "size": trained.size,
         "crop_pct": crop_pct,
+        "eval_interpolation": interpolation,
         "precision": "bf16" if dtype else "fp32",
         # With the number of images that were evaluated; an unreadable one is an error here.
         **measured.metrics._asdict(),
@@ -361,7 +378,8 @@ def table(row: dict) -> Table:
         )
     lines.add_row("loss", f"{row['loss']:.4f}")
     lines.add_row("images, classes", f"{row['images']:,}, {classes}")
-    lines.add_row("size, crop", f"{row['size']} px, {row['crop_pct']:g} of the shorter side")
+    crop = f"{row['crop_pct']:g} of the shorter side, {row['eval_interpolation']}"
+    lines.add_row("size, crop", f"{row['size']} px, {crop}")
     lines.add_row("parameters", f"{row['parameters']:,}")
     lines.add_row(
         "images/s",

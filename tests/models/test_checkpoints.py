@@ -491,6 +491,7 @@ KWARGS = {"num_classes": 5, "img_size": 64}
         ({"recipe": [1]}, "its recipe is not"),
         ({"class_names": ["\ud800"]}, "its class_names is not a list of names"),
         ({"config": {"data": {"crop_pct": 1e-320}}}, "its crop_pct is not from 0.001 to 1"),
+        ({"config": {"data": {"eval_interpolation": 3}}}, "is not bilinear or bicubic"),
         ({"recipe": {"name": "hf-hub:timm/resnet18", "kwargs": {}}}, "timm knows no model"),
         ({"recipe": {"name": "local-dir:/tmp", "kwargs": {}}}, "timm knows no model"),
         ({"recipe": {"name": "lvvit_micro", "kwargs": {"pretrained": True}}}, "no argument"),

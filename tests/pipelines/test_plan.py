@@ -208,8 +208,10 @@ def test_a_random_filter_is_the_number_behind_a_crops_flip():
         assert (chosen.cubic_crops(u) == want).all()
         for one, other in zip(chosen.crops(3, ids, *extents(2000)), plain, strict=True):
             np.testing.assert_array_equal(one, other)
-    evaluate = plan(mode="evaluate", crop_interpolation="bicubic")
-    assert evaluate.cubic_crops(evaluate.crop_draws(0, ids)).tolist() == [False] * 2000
+        evaluate = plan(mode="evaluate", crop_interpolation=way)
+        assert (evaluate.cubic_crops(evaluate.crop_draws(0, ids)) == want).all()
+    with pytest.raises(UserError, match="choose bilinear or bicubic to evaluate"):
+        plan(mode="evaluate", crop_interpolation="random")
 
 
 def test_order_boxes_and_seeds_equal_a_plain_implementation():

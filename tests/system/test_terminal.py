@@ -61,7 +61,7 @@ def test_the_line_of_a_tally_in_a_log_is_escaped(capsys, monkeypatch):
 def test_a_table_shows_a_name_that_is_markup():
     numbers = ["top1", "top5", "loss", "size", "crop_pct", "images_per_s", "model_images_per_s"]
     counts = ["images", "classes", "model_classes", "parameters", "batch", "threads"]
-    texts = ["weights", "data", "classes_by", "device", "precision"]
+    texts = ["weights", "data", "classes_by", "device", "precision", "eval_interpolation"]
     row = dict.fromkeys(numbers + counts, 1) | dict.fromkeys(texts, "x") | {"real_top1": None}
     console = Console(file=io.StringIO(), width=200)
     console.print(table(row | {"model": HOSTILE}))

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from timm.data import ImageNetInfo
 from torchvision.transforms import v2
 
+import densefeed.train as training
 from densefeed.models import checkpoints  # noqa: F401  (registers our models)
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.system.errors import UserError
@@ -84,13 +85,16 @@ def options(resnet, data, **fields) -> Validation:
         loader="folder",
         size=SIZE,
         crop_pct=1.0,
+        eval_interpolation="bilinear",
         device="cpu",
         threads=2,
     )
     return replace(Validation(data=data, **plain), **fields)
 
 
-def plain_loop(model, root: Path, columns: list[int], crop_pct: float = 1.0):
+def plain_loop(
+    model, root: Path, columns: list[int], crop_pct: float = 1.0, filter: str = "BILINEAR"
+):
     """Return names, labels and logits of `columns`, one image at a time.
 
     The order is that of class folders and file names.
@@ -102,7 +106,7 @@ def plain_loop(model, root: Path, columns: list[int], crop_pct: float = 1.0):
             image = Image.open(path).convert("RGB")
             image = v2.functional.center_crop(image, round(min(image.size) * crop_pct))
             image = v2.functional.resize(
-                image, [SIZE, SIZE], v2.InterpolationMode.BILINEAR, antialias=True
+                image, [SIZE, SIZE], v2.InterpolationMode[filter], antialias=True
             )
             with torch.no_grad():
                 pixels = v2.functional.to_dtype(v2.functional.pil_to_tensor(image), scale=True)
@@ -113,12 +117,16 @@ def plain_loop(model, root: Path, columns: list[int], crop_pct: float = 1.0):
     return names, torch.tensor(labels), torch.stack(logits)
 
 
-@pytest.mark.parametrize(("crop_pct", "batch"), [(1.0, 30), (1.0, 7), (0.5, 4)])
-def test_a_subset_of_classes_equals_a_plain_loop(images, resnet, tmp_path, crop_pct, batch):
-    names, label_N, logits_NC = plain_loop(resnet[0], images, COLUMNS, crop_pct)
-    row = validate.main(
-        options(resnet, images, crop_pct=crop_pct, batch=batch, json=tmp_path / "row.json")
-    )
+@pytest.mark.parametrize(
+    ("crop_pct", "batch", "filter"),
+    [(1.0, 30, "bilinear"), (1.0, 7, "bicubic"), (1.0, 7, "auto"), (0.5, 4, "bilinear")],
+)
+def test_a_subset_of_classes_equals_a_plain_loop(images, resnet, tmp_path, crop_pct, batch, filter):
+    used = resnet[0].pretrained_cfg["interpolation"] if filter == "auto" else filter
+    names, label_N, logits_NC = plain_loop(resnet[0], images, COLUMNS, crop_pct, used.upper())
+    fields = dict(crop_pct=crop_pct, batch=batch, eval_interpolation=filter)
+    row = validate.main(options(resnet, images, **fields, json=tmp_path / "row.json"))
+    assert row["eval_interpolation"] == used
     ranks_N = (logits_NC > logits_NC.gather(1, label_N[:, None])).sum(1)
     assert len(names) == 30
     assert row["images"] == 30
@@ -418,6 +426,27 @@ def test_a_run_is_evaluated_with_the_chosen_weights_at_another_size(images, stud
     assert torch.nn.functional.cross_entropy(other, label_N).item() != pytest.approx(want, rel=0.05)
 
 
+def test_a_run_is_evaluated_as_it_evaluated_itself(micro, tmp_path):
+    """With its filter: top-1 and loss of its last evaluation. The other filter has another loss."""
+    training.train(micro(tmp_path, epochs=1, eval_interpolation="bicubic"))
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    (want,) = [line for line in lines if line["kind"] == "val"]
+    data = micro(tmp_path).data.val
+    row = validate.main(Validation(checkpoint=tmp_path, data=data, device="cpu"))
+    assert row["eval_interpolation"] == "bicubic"
+    assert row["top1"] == want["top1_ema"]
+    assert row["loss"] == pytest.approx(want["loss_ema"], rel=1e-6)
+    other = Validation(checkpoint=tmp_path, data=data, device="cpu", eval_interpolation="bilinear")
+    assert validate.main(other)["loss"] != pytest.approx(want["loss_ema"], rel=1e-6)
+
+
+def test_a_filter_that_loaders_do_not_have_is_refused(student):
+    trained = validate.open_trained(student[0])._replace(interpolation="lanczos")
+    with pytest.raises(UserError, match=r"filter lanczos, .* give --eval-interpolation bicubic"):
+        validate.choose_filter("auto", trained)
+    assert validate.choose_filter("bilinear", trained) == "bilinear"
+
+
 def test_defaults_are_those_of_the_run(images, student):
     row = validate.main(
         Validation(
@@ -425,6 +454,8 @@ def test_defaults_are_those_of_the_run(images, student):
         )
     )
     assert (row["size"], row["crop_pct"]) == (32, 1.0)
+    # Its config is of a time without an option for the filter.
+    assert row["eval_interpolation"] == "bilinear"
     assert (row["weights"], row["precision"]) == ("ema", "fp32")
 
 

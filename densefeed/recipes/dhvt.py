@@ -7,19 +7,32 @@ from densefeed.system.options import with_options
 from densefeed.training.config import Config
 
 # Tables and sections are those of DHVT's supplementary. It takes mixing, RandAugment, erasing,
-# smoothing and bicubic crops from DeiT, and its published commands set drop-path 0.1, min_lr 1e-5
-# and no EMA; the base has all of these. The commands also use repeated augmentation, which the
+# smoothing and bicubic resizing from DeiT, and its published commands set drop-path 0.1, min_lr
+# 1e-5 and no EMA; the base has all of these. The commands also use repeated augmentation, which the
 # paper does not mention: give --repeats 3 with a batch that 3 divides, and divide epochs and
 # warm-up by 3. The published results are those of the best epoch on the test set. CIFAR's images
-# are shifted by up to 4 pixels, not random-resized-cropped, as in the published code; its border is
-# black, here it has the mean color. The published code synchronizes the BatchNorm of the embedding
-# over its two devices; --sync-batchnorm synchronizes every BatchNorm, and has no effect on one
-# device.
+# are shifted by up to 4 pixels with a black border, not random-resized-cropped, as in the published
+# code. The published code synchronizes the BatchNorm of the embedding over its two devices;
+# --sync-batchnorm synchronizes every BatchNorm, and has no effect on one device.
 DHVT = with_options(
-    STANDARD, lr_batch=512, drop_path=0.1, ema=0.0, crop_pct=0.875, crop_interpolation="bicubic"
+    STANDARD,
+    lr_batch=512,
+    drop_path=0.1,
+    ema=0.0,
+    crop_pct=0.875,
+    crop_interpolation="bicubic",
+    eval_interpolation="bicubic",
 )
 CIFAR = with_options(
-    DHVT, size=32, shift=4, crop_scale=(1.0, 1.0), crop_pct=1.0, batch=512, lr=1e-3, warmup_epochs=5
+    DHVT,
+    size=32,
+    shift=4,
+    shift_border="black",
+    crop_scale=(1.0, 1.0),
+    crop_pct=1.0,
+    batch=512,
+    lr=1e-3,
+    warmup_epochs=5,
 )
 DOMAIN = with_options(DHVT, batch=256, lr=1e-3, warmup_epochs=20)
 IMAGENET = with_options(DHVT, batch=512, lr=5e-4, warmup_epochs=10)
@@ -49,8 +62,7 @@ def dhvt_t_cifar_patch4() -> Config:
     python train.py dhvt_t_cifar_patch4 --loader ffcv --data train.beton --val val.beton \\
         --out runs/dhvt_t_cifar_patch4
 
-    Table 5: 80.98 % on CIFAR-100 (other tables have 80.85 and 80.90). The border of a shifted image
-    has the mean color here, and is black in the published code. Not run here.
+    Table 5: 80.98 % on CIFAR-100 (other tables have 80.85 and 80.90). Not run here.
     """
     return with_options(CIFAR, model="dhvt_tiny_cifar_patch4")
 
@@ -61,8 +73,7 @@ def dhvt_t_cifar_patch2() -> Config:
     python train.py dhvt_t_cifar_patch2 --loader ffcv --data train.beton --val val.beton \\
         --out runs/dhvt_t_cifar_patch2
 
-    Table 11 lists this model; no table has its accuracy. The border of a shifted image has the mean
-    color here, and is black in the published code. Not run here.
+    Table 11 lists this model; no table has its accuracy. Not run here.
     """
     return with_options(CIFAR, model="dhvt_tiny_cifar_patch2")
 
@@ -73,8 +84,7 @@ def dhvt_s_cifar_patch4() -> Config:
     python train.py dhvt_s_cifar_patch4 --loader ffcv --data train.beton --val val.beton \\
         --out runs/dhvt_s_cifar_patch4
 
-    Table 4: 82.82 % on CIFAR-100. The border of a shifted image has the mean color here, and is
-    black in the published code. Not run here.
+    Table 4: 82.82 % on CIFAR-100. Not run here.
     """
     return with_options(CIFAR, model="dhvt_small_cifar_patch4")
 
@@ -86,8 +96,7 @@ def dhvt_s_cifar_patch2() -> Config:
         --out runs/dhvt_s_cifar_patch2
 
     Section 2.1: 85.68 % on CIFAR-100, for a model that it does not name; this is the largest model
-    of Table 11 for CIFAR. The border of a shifted image has the mean color here, and is black in
-    the published code. Not run here.
+    of Table 11 for CIFAR. Not run here.
     """
     return with_options(CIFAR, model="dhvt_small_cifar_patch2")
 

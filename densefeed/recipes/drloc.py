@@ -8,13 +8,14 @@ from densefeed.training.config import Config
 
 # Tables are those of DRLoc's supplementary, whose section 6 has the schedule: 100 epochs with a
 # batch of 1,024 images at 224 pixels, 20 of them warm-up. Mixing, RandAugment, erasing, smoothing,
-# the maximum gradient norm and Swin's drop-path are those of the public code, which is Swin's
-# trainer. The published results are those of the best epoch on the test set; baselines are these
-# recipes with --drloc none. Weights of the loss are the paper's, whose offsets are fractions of 7
-# positions. The public code counts positions, so there the same weight counts 7 times as much: the
-# published results are those of weights of 3.5 (Swin-T), 0.7 (CvT-13, T2T-ViT-14) and, as ViT-B's
-# grid is not pooled there, 0.14. DHVT's Table 10 (arXiv 2210.05958) quotes the paper's results on
-# CIFAR-100, clipart, painting and sketch, which its supplementary does not have.
+# bicubic resizing, the maximum gradient norm and Swin's drop-path are those of the public code,
+# which is Swin's trainer. The published results are those of the best epoch on the test set;
+# baselines are these recipes with --drloc none. Weights of the loss are the paper's, whose offsets
+# are fractions of 7 positions. The public code counts positions, so there the same weight counts 7
+# times as much: the published results are those of weights of 3.5 (Swin-T), 0.7 (CvT-13,
+# T2T-ViT-14) and, as ViT-B's grid is not pooled there, 0.14. DHVT's Table 10 (arXiv 2210.05958)
+# quotes the paper's results on CIFAR-100, clipart, painting and sketch, which its supplementary
+# does not have.
 DRLOC = with_options(
     STANDARD,
     drop_path=0.0,
@@ -23,6 +24,8 @@ DRLOC = with_options(
     clip_grad=5.0,
     ema=0.0,
     crop_pct=0.875,
+    crop_interpolation="bicubic",
+    eval_interpolation="bicubic",
     drloc="l1",
     drloc_weight=0.1,
 )
@@ -59,13 +62,11 @@ def swin_t_drloc_published() -> Config:
     python train.py swin_t_drloc_published --loader ffcv --data train.beton --val val.beton \\
         --out runs/swin_t_drloc_published
 
-    The weight rises, then falls; crops are bicubic. That code plans 300 epochs and stops after 101
-    of them; stop this run there with SIGTERM. The author's latest published results, CIFAR-10 with
-    a batch of 128: 88.29 % (86.17 without), single runs. Not run here.
+    The weight rises, then falls. That code plans 300 epochs and stops after 101 of them; stop this
+    run there with SIGTERM. The author's latest published results, CIFAR-10 with a batch of 128:
+    88.29 % (86.17 without), single runs. Not run here.
     """
-    return with_options(
-        swin_t_drloc(), epochs=300, drloc_published=True, crop_interpolation="bicubic"
-    )
+    return with_options(swin_t_drloc(), epochs=300, drloc_published=True)
 
 
 def swin_t_drloc_fine_tune() -> Config:

@@ -36,12 +36,13 @@ def as_published(config: Config, **fields: object) -> Config:
     Learning rates are per 1,024 images and change once per epoch, ten epochs follow the cosine, and
     the token loss has weight 1 instead of the paper's 0.5. Images are flipped and augmented as a
     whole, then cropped and resized bilinearly or bicubically at random; maps are read where the
-    published code reads them. The score maps must be of that kind too: --geometry center-crop
-    --absent zero-logit of tools/relabel_imagenet.py. One difference remains: the published EMA has
-    no warm-up.
+    published code reads them. Evaluation is bicubic. The recipes' own docstrings, which --help
+    prints, name the score maps that they need and the differences that remain.
     """
     run = dict(lr=1.6e-3, lr_batch=1024, lr_updates="epoch", cooldown_epochs=10, token_weight=1.0)
-    images = dict(augment_before_crop=True, crop_interpolation="random")
+    images = dict(
+        augment_before_crop=True, crop_interpolation="random", eval_interpolation="bicubic"
+    )
     labels = dict(geometry="published", outside="uniform")
     return with_options(config, **(run | images | labels | fields))
 
@@ -237,6 +238,12 @@ def lvvit_l_288_token_label() -> Config:
 def lvvit_t_224_token_label_published() -> Config:
     """LV-ViT-T with the published command and label geometry, 310 epochs.
 
+    Images are flipped and augmented as a whole, then cropped and resized bilinearly or bicubically
+    at random; evaluation is bicubic. The token loss has weight 1 (the paper: 0.5). Score maps must
+    be those of tools/relabel_imagenet.py --geometry center-crop --absent zero-logit. Two
+    differences remain: the EMA has a warm-up here, and evaluation resizes the crop of an image, not
+    the image before the crop.
+
     python train.py lvvit_t_224_token_label_published --loader ffcv --data train.beton \\
         --val val.beton --out runs/lvvit_t_published
 
@@ -247,6 +254,12 @@ def lvvit_t_224_token_label_published() -> Config:
 
 def lvvit_s_224_token_label_published() -> Config:
     """LV-ViT-S with the published command and label geometry, 310 epochs.
+
+    Images are flipped and augmented as a whole, then cropped and resized bilinearly or bicubically
+    at random; evaluation is bicubic. The token loss has weight 1 (the paper: 0.5). Score maps must
+    be those of tools/relabel_imagenet.py --geometry center-crop --absent zero-logit. Two
+    differences remain: the EMA has a warm-up here, and evaluation resizes the crop of an image, not
+    the image before the crop.
 
     python train.py lvvit_s_224_token_label_published --loader ffcv --data train.beton \\
         --val val.beton --out runs/lvvit_s_published
@@ -259,6 +272,12 @@ def lvvit_s_224_token_label_published() -> Config:
 def lvvit_m_224_token_label_published() -> Config:
     """LV-ViT-M with the published command and label geometry, 310 epochs.
 
+    Images are flipped and augmented as a whole, then cropped and resized bilinearly or bicubically
+    at random; evaluation is bicubic. The token loss has weight 1 (the paper: 0.5). Score maps must
+    be those of tools/relabel_imagenet.py --geometry center-crop --absent zero-logit. Two
+    differences remain: the EMA has a warm-up here, and evaluation resizes the crop of an image, not
+    the image before the crop.
+
     python train.py lvvit_m_224_token_label_published --loader ffcv --data train.beton \\
         --val val.beton --out runs/lvvit_m_published
 
@@ -270,11 +289,17 @@ def lvvit_m_224_token_label_published() -> Config:
 def lvvit_l_224_token_label_published() -> Config:
     """LV-ViT-L with the published command and label geometry, 310 epochs.
 
+    Images are flipped and augmented as a whole, by three operations of RandAugment, then cropped
+    and resized bilinearly or bicubically at random; evaluation is bicubic. The token loss has
+    weight 1 (the paper: 0.5), the learning rate is lower than that of T, S and M, and there is no
+    EMA. Score maps must be those of tools/relabel_imagenet.py --geometry center-crop --absent
+    zero-logit. One difference remains: evaluation resizes the crop of an image, not the image
+    before the crop.
+
     python train.py lvvit_l_224_token_label_published --loader ffcv --data train.beton \\
         --val val.beton --out runs/lvvit_l_published
 
-    Three operations of RandAugment, a lower learning rate, no EMA. No result is published for
-    224 px. Not run here.
+    No result is published for 224 px. Not run here.
     """
     return as_published(
         with_options(TOKEN_LABEL, **L), lr=1e-3, ema=0.0, rand_augment="rand-n3-m9-mstd0.5-inc1"

@@ -110,6 +110,7 @@ def test_published_lvvit_recipes_match_published_commands(size):
     ) == ("published", "uniform", 1.0)
     assert config.augment.augment_before_crop
     assert config.data.crop_interpolation == "random"
+    assert config.data.eval_interpolation == "bicubic"
     assert learning_rate(config.optim, 1250, 1251) == 1e-6
     assert (config.labels.smoothing, config.augment.erase_mode, config.optim.min_lr) == (
         0.1,
@@ -197,8 +198,9 @@ def test_only_published_bootstrapping_recipes_do_as_the_published_code(name):
     with meta_device():
         mean = model_for(config, 100).pretrained_cfg["mean"]
     assert mean == ((0.5071, 0.4867, 0.4408) if published else (0.485, 0.456, 0.406))
-    crop = (224 * 4 // 32, (1.0, 1.0)) if published else (0, (0.6, 1.0))
-    assert (config.augment.shift, config.data.crop_scale) == crop
+    crop = (224 * 4 // 32, "black", (1.0, 1.0)) if published else (0, "mean", (0.6, 1.0))
+    augment = config.augment
+    assert (augment.shift, augment.shift_border, config.data.crop_scale) == crop
     assert config.data.crop_pct == (0.875 if "imagenet" in name else 1.0)
     assert config.optim.decay_all == published
 
@@ -317,6 +319,7 @@ def test_dhvt_recipes_match_supplementary(size, kind):
             (1.0, 1.0),
             1.0,
         )
+        assert config.augment.shift_border == "black"
     else:
         assert (config.augment.shift, config.data.crop_scale, config.data.crop_pct) == (
             0,
@@ -329,7 +332,8 @@ def test_dhvt_recipes_match_supplementary(size, kind):
     ("name", "filter"),
     [
         ("deit_s_224", "bicubic"),
-        ("table3_depth_16", "bicubic"),
+        ("swin_t_drloc", "bicubic"),
+        ("resnet_50_drloc_fine_tune", "bicubic"),
         ("dhvt_t_imagenet", "bicubic"),
         ("dhvt_s_domain", "bicubic"),
         ("dhvt_s_fine_tune", "bicubic"),
@@ -339,7 +343,17 @@ def test_dhvt_recipes_match_supplementary(size, kind):
 )
 def test_crop_filters_are_those_of_the_papers_code(name, filter):
     """DeiT's, DHVT's and Swin's code: timm's bicubic. Token Labeling's text has no filter."""
-    assert NAMED[name]().data.crop_interpolation == filter
+    data = NAMED[name]().data
+    assert (data.crop_interpolation, data.eval_interpolation) == (filter, filter)
+
+
+def test_steps_of_table_3_have_one_filter(monkeypatch):
+    """So no step changes the filter beside what its row names."""
+    text = (ROOT / "densefeed" / "recipes" / "ABLATIONS.md").read_text()
+    steps = table_rows(text.partition("## Table 3")[2].partition("\n## ")[0], 4)
+    configs = [parse(line.strip("`"), monkeypatch) for _, line, *_ in steps]
+    filters = [(c.data.crop_interpolation, c.data.eval_interpolation) for c in configs]
+    assert filters == [("bilinear", "bilinear")] * 8
 
 
 ABLATIONS = table_rows((ROOT / "densefeed" / "recipes" / "ABLATIONS.md").read_text(), 4)

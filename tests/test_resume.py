@@ -82,6 +82,30 @@ def state(out: Path) -> dict:
     }
 
 
+SPARSE = dict(
+    model="bootstrapping_vit_s_sparse",
+    model_kwargs=("depth=2",),
+    objective="ce",
+    mixtoken=False,
+    drop_path=0.1,
+)
+
+
+def test_sparse_attention_resumes_to_the_bit(micro, tmp_path, monkeypatch):
+    """Learned exponents, their moments and their EMA included."""
+    training.train(micro(tmp_path / "whole", **SPARSE))
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "signal_handler", stopped_after(2))
+        training.train(micro(tmp_path / "cut", **SPARSE))
+    assert checkpoints.load(tmp_path / "cut" / "last.pt")["step"] == 2
+    training.train(micro(tmp_path / "cut", resume="auto", **SPARSE))
+    assert records(tmp_path / "cut") == records(tmp_path / "whole")
+    assert differences(state(tmp_path / "cut"), state(tmp_path / "whole")) == []
+    exponents = [v for k, v in state(tmp_path / "cut")["model"].items() if "alpha" in k]
+    assert len(exponents) == 2
+    assert all(map(bool, exponents))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",

@@ -129,9 +129,11 @@ CASES = {
     "drloc, parts": dict(
         model="test_vit", objective="ce", microbatch=2, mixtoken=False, drloc="all", drloc_grid=0
     ),
-    # SAM moves the weights of all ranks along the same gradient.
-    "sam": dict(
-        model="test_vit",
+    # SAM moves the weights of all ranks along the same gradient. Each rank has a part of that of
+    # sparse attention's learned alpha.
+    "sam, sparse": dict(
+        model="bootstrapping_vit_s_sparse",
+        model_kwargs=("depth=1",),
         objective="ce",
         microbatch=2,
         drop_path=0.0,

@@ -4,6 +4,7 @@ import math
 from functools import partial
 
 import pytest
+import timm
 import torch
 from timm.optim import param_groups_weight_decay
 from torch import nn
@@ -64,6 +65,25 @@ def test_update_matches_adamw_with_clipping(clip):
         torch.testing.assert_close((mean, norm), (want.detach(), length))
         assert bool(length > clip) == (clip < 1)  # the second clips, the third does not
     torch.testing.assert_close(float_state(ours.model), float_state(twin), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_skipped_update_keeps_the_learned_exponents(bad):
+    """Of sparse attention, for an image from which its backward pass is not finite either."""
+    torch.manual_seed(0)
+    model = timm.create_model("bootstrapping_vit_s_sparse", depth=1, img_size=32, num_classes=3)
+    optim = OptimOptions(batch=640, lr=1e-2, on_nonfinite="skip")
+    ours = build_student(optim, model, model, ALONE, None)
+    image = torch.randn(2, 3, 32, 32)
+    exponents = [model.blocks[0].attn.alpha.item()]
+    for step, scale in enumerate((1.0, bad, 1.0)):
+        before = float_state(model)
+        update(ours, ALONE, step, [partial(loss, model, scale * image)])
+        if step == 1:
+            torch.testing.assert_close(float_state(model), before, rtol=0, atol=0)
+        exponents.append(model.blocks[0].attn.alpha.item())
+    assert exponents[0] == 1.5 != exponents[1] == exponents[2] != exponents[3]
+    assert ours.guard.poll_sync() == (1, 1)
 
 
 def test_ema_matches_formula():

@@ -78,6 +78,7 @@ RATIOS = [
     ("ffcv-2-crops+labels", OURS),
     ("ffcv-2-crops", "ffcv"),
     ("folder+labels", "folder"),
+    ("folder-augmented-before", "folder-augmented"),
     ("dali-cpu+labels", "dali-cpu"),
     ("dali-cpu+labels", "nvidia-dali-cpu"),
     ("dali-gpu+labels", "dali-gpu"),

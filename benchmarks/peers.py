@@ -7,6 +7,8 @@ Ours, with the plan's crops; with `+labels` every batch has its score maps:
 - `ffcv`, `folder` (`+labels`): from a .beton or a folder.
 - `ffcv-2-crops` (`+labels`): two crops of each image, `--repeats 2`.
 - `ffcv-planes` (`+labels`): from a .beton of color planes; only with the generated images.
+- `folder-augmented`: the same crops after RandAugment, done where they are delivered, on the CPU.
+- `folder-augmented-before`: `--augment-before-crop`, RandAugment of whole images by Pillow.
 - `dali-cpu`, `dali-gpu` (`+labels`): from the same .beton, decoded by DALI.
 - `dali-gpu+ffcv+labels`: two of ours at once with half of the threads each; two epochs in total.
 
@@ -42,7 +44,7 @@ incomplete last batch. DALI's pipeline is that of its ImageNet example (a hundre
 antialiased filter) with our areas and aspect ratios; it delivers uint8 [N, H, W, 3] as ours do,
 which is no slower than the example's normalized floats. token-labeling always resizes with the
 bilinear filter, where the published code chooses bilinear or the slower bicubic at random; like all
-others here it has no RandAugment.
+but `folder-augmented` and `folder-augmented-before` it has no RandAugment.
 """
 
 import importlib
@@ -62,10 +64,13 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 import torch
 from PIL import Image
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
+from densefeed.pipelines.augment.augmentation import Augmentation, load_crops
+from densefeed.pipelines.augment.settings import Augment
 from densefeed.pipelines.open import DataOptions, open_dataset
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.storage.beton import Beton
@@ -75,6 +80,8 @@ from densefeed.system.provenance import ROOT
 
 # Label smoothing of the published code, which smooths token labels too.
 SMOOTHING = 0.1
+# That of Token Labeling's recipes.
+RAND_AUGMENT = "rand-m9-mstd0.5-inc1"
 # Side of a token, pixels.
 PATCH = 16
 # Images that a thread takes at once.
@@ -184,6 +191,24 @@ class OurLoader:
 
     def close(self) -> None:
         self._loader.close()
+
+
+class AugmentedFolder(OurLoader):
+    """Our loader of a folder with RandAugment, of whole images before the crop or of the crops."""
+
+    def __init__(self, before_crop: bool, config: PeerConfig) -> None:
+        super().__init__("folder", False, config)
+        augment = Augment(rand_augment=RAND_AUGMENT, augment_before_crop=before_crop)
+        self._augmentation = Augmentation(
+            self._loader.plan, augment, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+        )
+
+    def batches(self, epoch: int) -> PeerBatches:
+        for batch in load_crops(self._loader, self._augmentation, epoch):
+            size = batch.image.shape[1:3]
+            choice = self._augmentation.choose(batch.epoch, batch.index, batch.repeat, *size)
+            image = self._augmentation.crops(batch, choice)
+            yield PeerBatch(int(batch.weight.sum()), image, batch.label, None)
 
 
 def load_first_batch(beton: str, threads: str, batch: str, size: str) -> None:
@@ -751,6 +776,8 @@ PEERS = {
     "ffcv-2-crops": Entry(partial(OurLoader, "ffcv", False, repeats=2)),
     **our_entries("ffcv-planes"),
     **our_entries("folder"),
+    "folder-augmented": Entry(partial(AugmentedFolder, False)),
+    "folder-augmented-before": Entry(partial(AugmentedFolder, True)),
     **our_entries("dali-cpu", *DALI),
     **our_entries("dali-gpu", *DALI, require_gpu),
     "dali-gpu+ffcv+labels": Entry(DALI_AND_FFCV, *DALI, require_gpu, maps=True),

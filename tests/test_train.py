@@ -618,6 +618,14 @@ def test_third_party_checkpoint_is_not_resumed(packed, tmp_path):
         (dict(model_kwargs=("token_dim=1",)), "lvvit_micro cannot be built: .*token_dim"),
         (dict(model_kwargs=("patch_size=0",)), "--model-kwargs patch_size is not above 0"),
         (dict(model_kwargs=("stem_width=-1",)), "lvvit_micro cannot be built: Trying to create"),
+        (
+            dict(model="test_vit", objective="ce", mixtoken=False, model_kwargs=("num_heads=7",)),
+            r"test_vit cannot be built: .* divisible by num_heads; change --model-kwargs",
+        ),
+        (
+            dict(drloc="l1", drloc_hidden=99999999),
+            "--drloc-hidden is 99,999,999, and must be from 1 to 16,384",
+        ),
         (dict(model_kwargs=("no_such=1",)), "--model-kwargs no_such is no argument that a checkp"),
         (dict(model_kwargs=("checkpoint_path='x'",)), "--model-kwargs checkpoint_path is no arg"),
         (

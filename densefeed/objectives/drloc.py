@@ -26,7 +26,7 @@ from densefeed.pipelines.pairs import Pairs, draw_pairs
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.shapes import Shape, split_grid
 from densefeed.system.errors import UserError, first_line
-from densefeed.system.options import Count, NonNegative, NonNegativeInt, Options, leaves
+from densefeed.system.options import Bounds, Count, NonNegative, NonNegativeInt, Options, leaves
 
 # N images   D width   R x C a grid, rows and columns   T = R C tokens   M pairs per image
 # B classes of offsets in ce and reg
@@ -390,6 +390,10 @@ class LocalizedModel(nn.Module):
 # ---------------------------------------------------------------- the objective
 
 
+# The square of it, the weights of a layer, takes 1 GiB.
+MAX_HIDDEN = 2**14
+
+
 @dataclass(frozen=True, kw_only=True)
 class DRLocOptions(Options):
     """Options of `--drloc`."""
@@ -403,7 +407,7 @@ class DRLocOptions(Options):
     # rows to which the grid of tokens is pooled for the localization loss; 0: no pooling
     grid: Annotated[NonNegativeInt, arg(name="drloc-grid")] = 7
     # neurons of each hidden layer of the localization heads; the paper also has 256 and 1024
-    hidden: Annotated[Count, arg(name="drloc-hidden")] = 512
+    hidden: Annotated[int, Bounds(1, MAX_HIDDEN), arg(name="drloc-hidden")] = 512
     # as the published code: offsets counted in positions, a weight schedule, other heads
     published: Annotated[bool, arg(name="drloc-published")] = False
 

@@ -82,7 +82,9 @@ def build_model(
                 raise
             # A TypeError means that this model has no such argument: try the next way.
             if way is ways[-1] or not isinstance(error, TypeError):
-                remedy = "; give --drop-path 0" if "drop_path_rate" in str(error) else ""
+                remedy = "; change --model-kwargs" if config.model.kwargs else ""
+                if "drop_path_rate" in str(error):
+                    remedy = "; give --drop-path 0"
                 raise UserError(f"{name} cannot be built: {first_line(error)}{remedy}") from error
     check_model_sizes(config, objective, model)
     return model, spec

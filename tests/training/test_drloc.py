@@ -147,7 +147,7 @@ def test_combinations_train_and_change_heads(micro, tmp_path, name):
             r"for crossvit_tiny_240: its features are neither a map nor a grid of tokens",
         ),
         (dict(drloc_pairs=0), "--drloc-pairs is 0, and must be at least 1"),
-        (dict(drloc_hidden=0), "--drloc-hidden is 0, and must be at least 1"),
+        (dict(drloc_hidden=0), "--drloc-hidden is 0, and must be from 1 to 16,384"),
         (dict(drloc_weight=-1.0), "--drloc-weight is -1, and must be at least 0$"),
         (dict(drloc_weight=math.inf), "--drloc-weight is inf, and must be at least 0 and finite"),
         (dict(drloc_grid=-1), "--drloc-grid is -1, and must be at least 0"),

@@ -187,6 +187,8 @@ def test_wheel_contains_only_densefeed(tmp_path):
         "tools/report.html",
         "tools/audit.html",
         "tools/page.html",
+        "tools/explain.html",
+        "tools/heat.html",
     }
     assert {f"densefeed/{name}" for name in ("train.py", *data)} <= set(names)
     assert not any(name.endswith(".c") or name == "densefeed/setup.py" for name in names)

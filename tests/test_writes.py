@@ -272,6 +272,7 @@ def inputs(run, folder, maps, packed, tmp_path_factory):
     small = "--epochs", 1, "--batch", 4, "--threads", 1, "--device", "cpu"
     given = "--loader", "folder", "--data", folder, "--val", folder
     make("train.py", "nfnet_micro_ce", *given, *small, "--out", root / "teacher")
+    make("train.py", "lvvit_micro_ce", *given, *small, "--size", 32, "--out", root / "student")
     make("tools/export_labels.py", "--maps", maps, "--out", root / "labels")
     # A label that is missing.
     sorted((root / "labels").rglob("*.pt"))[0].unlink()
@@ -334,6 +335,7 @@ def writers(inputs: Path, folder: Path, maps: Path, packed: tuple[Path, Path]) -
     pack = "tools/pack_dataset.py", "--threads", 1, "--out", "WORK/new/train.beton", "--data"
     convert = "tools/score_maps.py", "convert"
     audit = "tools/audit.py", inputs / "labeled.h5", "--data", folder
+    explain = "tools/explain.py", inputs / "student", "--images", folder, "--device", "cpu"
     labels = "--data", folder, "--labels", inputs / "labels", "--teacher", "t", "--input-size", 96
     labels += "--footprint", "center-crop", "--missing", "label", "--threads", 1, "--no-audit"
 
@@ -409,6 +411,10 @@ def writers(inputs: Path, folder: Path, maps: Path, packed: tuple[Path, Path]) -
             ("tools/report.py", inputs / "teacher", "--out", "WORK/new/report.html"),
             ("new/report.html",),
         ),
+        "explain": Writer(
+            (*explain, "--out", "WORK/page.html", "--arrays", "WORK/new/a", "--count", 2),
+            ("page.html", "new/a"),
+        ),
         "audit": Writer(
             (*audit, "--threads", 1, "--out", "WORK/audit.html"), ("audit.html", "audit.json")
         ),
@@ -434,7 +440,7 @@ SLOW = (
         "import labels",
         "export labels",
     ),
-    *("export", "train", "report", "audit", "digit scenes", "results.csv"),
+    *("export", "train", "report", "audit", "explain", "digit scenes", "results.csv"),
     # Its packages take 3 s to import in each of some 100 runs.
     *(["export ONNX"] if EVERYTHING else []),
 )

@@ -100,6 +100,14 @@ def explain(error: Exception) -> str:
     return str(error)
 
 
+def read_encoded(file: BinaryIO, where: str) -> bytes:
+    """Return the bytes of an image's open file. OSError, which names `where`, above 320 MiB."""
+    if file.seek(0, io.SEEK_END) > MOST_BYTES:
+        raise OSError(None, "this file has more than 320 MiB; remove it", where)
+    file.seek(0)
+    return file.read()
+
+
 def sample_evenly(count: int, most: int) -> np.ndarray:
     """Choose up to `most` of `count` places, evenly spaced from the first to the last; int64."""
     return np.linspace(0, count - 1, min(count, most)).astype(np.int64)
@@ -136,10 +144,7 @@ class Images:
     def read(self, index: int) -> bytes:
         """Return the encoded bytes of image `index`, as stored. OSError for more than 320 MiB."""
         with self.open(index) as file:
-            if file.seek(0, io.SEEK_END) > MOST_BYTES:
-                raise OSError(None, "this file has more than 320 MiB; remove it", self.where(index))
-            file.seek(0)
-            return file.read()
+            return read_encoded(file, self.where(index))
 
     def size(self, index: int) -> tuple[int, int]:
         """Return the height and width of image `index`, from the file's header.

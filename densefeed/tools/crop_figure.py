@@ -60,7 +60,7 @@ def draw_figure(options: CropFigure) -> Image.Image:
     step, row = np.argwhere(plan.shard(0).index == options.index)[0].tolist()
     with closing(ThreadedLoader(source, plan, threads=1)) as loader:
         batch = next(loader.batches(0, step))
-    class_NT, probability_NT = label_tokens(batch, loader, grid)
+    class_NT, probability_NT = label_tokens(batch, loader.score_maps, grid)
     label_T, sure_T = class_NT[row], probability_NT[row]
     named = np.unique(label_T[sure_T > 0.5]).tolist()
     ink, names = {c: INKS[at % len(INKS)] for at, c in enumerate(named)}, source.class_names

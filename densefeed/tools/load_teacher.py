@@ -121,8 +121,11 @@ def load_network(source: str, model_name: str, size: int) -> Loaded:
     return Loaded(model, resolve_data_config(model=model), [])
 
 
-def download(source: str) -> nn.Module:
-    """Create a timm model with its published weights. Raises UserError."""
+def download(source: str, option: str = "--teacher ") -> nn.Module:
+    """Create a timm model with its published weights. Raises UserError.
+
+    `option` is what the command has before the model, for the message.
+    """
     if not is_registered(source):
         raise UserError(
             f"{source} is neither a file nor a timm model; timm.list_models(include_tags=True) "
@@ -134,7 +137,7 @@ def download(source: str) -> nn.Module:
     except Exception as error:
         raise UserError(
             f"the weights of {source} cannot be downloaded ({type(error).__name__}); pass a file: "
-            f"--teacher weights.safetensors --model {source}"
+            f"{option}weights.safetensors --model {source}"
         ) from error
 
 

@@ -28,10 +28,10 @@ from densefeed.models.token_transformer import TokenTransformer
 from densefeed.objectives import OBJECTIVES, build_objective
 from densefeed.objectives.base import DenseObjective
 from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches, load_crops
-from densefeed.pipelines.batch import Batch
+from densefeed.pipelines.batch import Batch, ScoreMapSpec
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.pipelines.shapes import describe_shape
+from densefeed.pipelines.shapes import Grid, describe_shape
 from densefeed.pipelines.targets import PLAIN, TargetRules, sparse_targets
 from densefeed.storage.images import Images
 from densefeed.system.errors import UserError, make_command
@@ -281,13 +281,13 @@ def find_owners(boxes_ltrb_n4: np.ndarray, grid: int) -> np.ndarray:
 
 
 def label_tokens(
-    batch: Batch, loader: ThreadedLoader, grid: int, rules: TargetRules = PLAIN
+    batch: Batch, spec: ScoreMapSpec, grid: Grid, rules: TargetRules = PLAIN
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return every token's most probable class, and its probability times the token's weight.
 
     Both are `[N, T]`.
     """
-    targets = sparse_targets(batch, loader.score_maps, grid, rules)
+    targets = sparse_targets(batch, spec, grid, rules)
     best = (targets.extra + targets.base[..., None]).max(-1)
     return targets.palette.gather(1, best.indices).numpy(), (best.values * targets.weight).numpy()
 
@@ -310,9 +310,9 @@ def measure_purity(loader: ThreadedLoader, truths: list[Truth], grid: int) -> di
         # One label per token, or one for all tokens of a crop.
         labels = {
             "image": batch.label.numpy()[:, None],
-            "crop": label_tokens(batch, loader, 1)[0],
-            "token": label_tokens(batch, loader, grid)[0],
-            "published": label_tokens(batch, loader, grid, published)[0],
+            "crop": label_tokens(batch, loader.score_maps, 1)[0],
+            "token": label_tokens(batch, loader.score_maps, grid)[0],
+            "published": label_tokens(batch, loader.score_maps, grid, published)[0],
         }
         # The last batch is padded with weight 0, and its images must not count twice.
         for n in np.nonzero(batch.weight.numpy())[0]:
@@ -353,7 +353,7 @@ def make_contact_sheet(
     # Back from normalized values to pixels, for a picture.
     batch = batch._replace(image=augmentation.normalize.pixels(batch.image))
     rules = replace(run.config.labels, smoothing=0.0)
-    class_NT, probability_NT = label_tokens(batch, loader, grid, rules)
+    class_NT, probability_NT = label_tokens(batch, loader.score_maps, grid, rules)
     names, views = loader.class_names, batch.view.numpy()
     # The Views of a published pipeline are those of augmented images, where the boxes are not.
     boxed = truths and not (augmentation.whole and augmentation.whole.warps_maps)

@@ -61,6 +61,7 @@ def train(recipe: str, text: str) -> str:
 
 IMAGES = "--data {images} --val {images}"
 STORE = (
+    "tools.explain {student} --images {images} --split train --maps {file} --out {out}/page.html",
     "tools.score_maps verify {file}",
     "tools.score_maps convert {file} --form lossless --out {out}/maps.h5",
     "tools.score_maps convert {file} --form compact --out {out}/maps.h5",
@@ -88,7 +89,9 @@ RUN = (
     "tools.relabel_imagenet --data {images} --teacher {file} --input-size 64 --top-k 2 "
     "--out {out}/maps.h5",
 )
+EXPLAIN = "tools.explain {file} --images {images} --count 2 --out {out}/page.html"
 CHECKPOINT = (
+    EXPLAIN,
     "tools.validate {file} --data {images} --loader folder --threads 1",
     "tools.export {file} --out {out}/model",
     "tools.relabel_imagenet --data {images} --teacher {file} --input-size 64 --top-k 2 "
@@ -96,12 +99,14 @@ CHECKPOINT = (
     "tools.audit {maps_h5} --data {images} --teacher {file} --out {out}/audit.html",
     train("nfnet_micro_ce", f"--loader folder {IMAGES} --init {{file}} --out {{out}}/run"),
 )
+STUDENT = (f"{EXPLAIN} --arrays {{out}}/arrays", f"{EXPLAIN} --pictures {{out}}/pictures")
 WEIGHTS = (
     "tools.validate {file} --model nfnet_micro --data {images} --loader folder --threads 1",
     "tools.export {file} --model nfnet_micro --out {out}/model",
     train("nfnet_micro_ce", f"--loader folder {IMAGES} --init {{file}} --out {{out}}/run"),
 )
 FOLDER = (
+    "tools.explain {student} --images {file} --split train --out {out}/page.html",
     "tools.pack_dataset --data {file} --out {out}/x.beton",
     train("lvvit_micro_ce", "--loader folder --data {file} --val {images} --out {out}/run"),
     "tools.relabel_imagenet --data {file} --teacher {run} --input-size 64 --top-k 2 "
@@ -171,6 +176,7 @@ KINDS = {
     "store": Kind(30, damage_file("maps.h5", "lossless.h5", "compact.h5"), make_commands(STORE)),
     "beton": Kind(20, damage_file("train.beton"), make_commands(BETON)),
     "checkpoint": Kind(15, damage_file("run/last.pt"), make_commands(CHECKPOINT)),
+    "student": Kind(6, damage_file("student/last.pt"), make_commands(STUDENT)),
     "weights": Kind(5, damage_file("weights.safetensors"), make_commands(WEIGHTS)),
     "run": Kind(15, damage_in_folder("run", "*.json*"), make_commands(RUN)),
     "manifest": Kind(4, damage_in_folder("run", "checkpoints/*"), make_commands(RUN)),

@@ -20,6 +20,8 @@ SMALL = f"--size {SIZE} --batch 3 --epochs 1 --threads 1 --eval-every 1 --device
 RELABEL = "tools.relabel_imagenet --data images --teacher run --input-size 64 --top-k 2"
 COMMANDS = (
     f"train nfnet_micro_ce --loader folder --data images --val images --out run {' '.join(SMALL)}",
+    "train lvvit_micro_ce --loader folder --data images --val images --out student "
+    + " ".join(SMALL),
     f"{RELABEL} --out maps.h5",
     "tools.score_maps convert maps.h5 --form lossless --out lossless.h5",
     "tools.score_maps convert maps.h5 --form compact --out compact.h5",

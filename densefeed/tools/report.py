@@ -11,7 +11,7 @@ import math
 import os
 import statistics
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -36,12 +36,15 @@ from densefeed.pipelines.targets import PLAIN, TargetRules, sparse_targets
 from densefeed.storage.images import Images
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import check_ending, open_regular, replace_file
-from densefeed.system.json_files import check_number, is_number, read_json
+from densefeed.system.json_files import check_number, read_json
 from densefeed.system.options import leaves, with_options
 from densefeed.system.progress import bar
 from densefeed.system.provenance import check_replaceable, write_json
 from densefeed.system.terminal import print
 from densefeed.tools.audit import INKS, TEMPLATES, picture
+from densefeed.tools.heat_maps import HEAT
+from densefeed.tools.student_relevance import compare_relevance
+from densefeed.tools.true_objects import Truth, boxes_in_crop, make_objects, read_objects
 from densefeed.training.build import build_model
 from densefeed.training.config import Config
 from densefeed.training.guards import explain_oom
@@ -52,8 +55,6 @@ from densefeed.training.setup import open_loader
 CONTACTS = 12
 # Crops whose labels are compared with the true objects.
 PURITY_CROPS = 2000
-# Bytes of a file of true boxes: 80,000 scenes.
-LARGEST_BOXES = 2**24
 # Bytes of the pixels of a batch that is replayed: 1,024 images of 448 px have 0.6 GB. A quarter of
 # it where the training set is smaller than a batch, as in no recipe: then a small folder would be
 # enough to take the memory.
@@ -92,13 +93,6 @@ class RunRecord(NamedTuple):
     result: dict  # empty until the run has finished
     train: list[dict]  # training metrics, a record every log_every steps
     val: list[dict]  # evaluation metrics
-
-
-class Truth(NamedTuple):
-    """True objects of one image: classes `[n]` and boxes `[n, 4]`, normalized."""
-
-    classes: np.ndarray
-    boxes_ltrb: np.ndarray
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -215,7 +209,6 @@ def read_truths(path: Path, run: RunRecord, loader: ThreadedLoader) -> list[Trut
 
     Raises UserError if the file describes other images.
     """
-    document = read_json(path, "make the scenes again", largest=LARGEST_BOXES)
     images = Images(path.parent, split="train")
     # Boxes are found by the number of the sample, so both must list the same images in one order.
     if loader.fingerprint != images.fingerprint():
@@ -223,46 +216,10 @@ def read_truths(path: Path, run: RunRecord, loader: ThreadedLoader) -> list[Trut
             f"{path} describes other images than those in {run.config.data.train}; "
             "give the boxes of these images"
         )
-    scenes, size = document.get("scenes"), document.get("size")
-    names = {name: number for number, name in enumerate(images.class_names)}
-    return [parse_truth(scenes, size, f"train/{name}", names, path) for name in images.paths]
-
-
-def parse_truth(
-    scenes: object, size: object, name: str, classes: dict[str, int], path: Path
-) -> Truth:
-    """Return the objects of a scene of a file `path` of true boxes. UserError if it has none."""
-    objects = scenes.get(name) if isinstance(scenes, dict) else None
-    # An image has the class of one of its objects.
-    good = isinstance(objects, list) and objects and is_number(size)
-    if not good or not all(is_object(item, size, classes) for item in objects):
-        raise UserError(f"{path} is damaged (the objects of {name}); make the scenes again")
-    numbers = np.array([classes[str(item["digit"])] for item in objects], np.int64)
-    boxes = np.array([item["box"] for item in objects], float).reshape(-1, 4)
-    return Truth(numbers, boxes / size)
-
-
-def is_object(item: object, size: float, classes: dict[str, int]) -> bool:
-    """Whether an item of a scene has a digit that is a class, and a box in `size` pixels."""
-    box = item.get("box") if isinstance(item, dict) else None
-    whole = isinstance(box, list) and len(box) == 4 and all(map(is_number, box))
-    if not whole or str(item.get("digit")) not in classes:
-        return False
-    left, top, right, bottom = box
-    return 0 <= left < right <= size and 0 <= top < bottom <= size
+    return list(read_objects(path, images, "train"))
 
 
 # ------------------------------------------------------------------------- tokens and objects
-
-
-def boxes_in_crop(boxes_ltrb_n4: np.ndarray, view: np.ndarray) -> np.ndarray:
-    """Map boxes of the image into the crop; normalized, `[n, 4]`.
-
-    The view is inverted; the result is the box around the four corners.
-    """
-    back = np.linalg.inv(np.vstack([view, [0, 0, 1]]))[:2]
-    corners = boxes_ltrb_n4[:, [[0, 1], [2, 1], [2, 3], [0, 3]]] @ back[:, :2].T + back[:, 2]
-    return np.concatenate([corners.min(1), corners.max(1)], axis=1)
 
 
 def find_owners(boxes_ltrb_n4: np.ndarray, grid: int) -> np.ndarray:
@@ -382,24 +339,6 @@ def make_cells(class_T: np.ndarray, probability_T: np.ndarray, names: Sequence[s
     ]
 
 
-def make_objects(truth: Truth, view: np.ndarray, grid: int, names: Sequence[str]) -> list[dict]:
-    """Return the rectangles of the objects that a crop shows, in units of tokens."""
-    # A box outside the crop becomes empty by this, and is left out below.
-    boxes = boxes_in_crop(truth.boxes_ltrb, view).clip(0, 1)
-    return [
-        {
-            "x": left * grid,
-            "y": top * grid,
-            "w": (right - left) * grid,
-            "h": (bottom - top) * grid,
-            "name": names[c],
-            "ink": INKS[c % len(INKS)],
-        }
-        for c, (left, top, right, bottom) in zip(truth.classes, boxes, strict=True)
-        if right > left and bottom > top
-    ]
-
-
 def choose_run(runs: list[RunRecord]) -> RunRecord | None:
     """Choose the run whose crops are shown: the last one with dense labels, or None.
 
@@ -462,12 +401,62 @@ def replay(runs: list[RunRecord], boxes: Path | None) -> dict:
 
 
 def draw_curves(runs: list[RunRecord]) -> list[tuple[str, dict]]:
-    """Return titles and curves of accuracy and loss, without those that would be single points."""
+    """Return titles and curves of accuracy, loss and blocks, without those of single points."""
     curves = [
         ("top-1 on the validation set by epoch", curve(runs, "val", "top1", True)),
         ("training loss by epoch", curve(runs, "train", "loss", False)),
     ]
-    return [(t, plot) for t, plot in curves if any(len(x["points"]) > 1 for x in plot["lines"])]
+    curves = [(t, plot) for t, plot in curves if any(len(x["points"]) > 1 for x in plot["lines"])]
+    removal = draw_removal(runs)
+    return curves + [removal] * (removal is not None)
+
+
+def draw_removal(runs: list[RunRecord]) -> tuple[str, dict] | None:
+    """Return title and curves of what each block is worth to the feature loss.
+
+    That is the change of the last top-1, in points, against the runs with all blocks when the
+    feature loss leaves out block l of m, over l / m (Bootstrapping ViTs, Figure 7). There is a
+    curve for each set of other options; seeds are averaged. None if no runs show it: needed are one
+    with all blocks and two without different ones.
+    """
+    series = []
+    for group in group_joint(runs):
+        depth = max(max(run.config.objective.bootstrap.feature_blocks, default=0) for run in group)
+        every, top1 = set(range(1, depth + 1)), defaultdict(list)
+        for run in group:
+            left_out = every - set(run.config.objective.bootstrap.feature_blocks or every)
+            if len(left_out) < 2:
+                top1[min(left_out, default=0)].append(run.val[-1]["top1"])
+        if len(top1) > 2 and 0 in top1:
+            means = {block: statistics.mean(values) for block, values in sorted(top1.items())}
+            line = [(block / depth, 100 * (mean - means[0])) for block, mean in means.items()]
+            series.append((group[0].name, line[1:]))
+    if not series:
+        return None
+    limit = max(abs(change) for _, line in series for _, change in line) * 1.1 or 1.0
+    lines = [
+        {
+            "name": name,
+            "ink": CURVES[n % len(CURVES)],
+            "last": "",
+            "points": [(round(100 * x, 2), round(50 - 50 * y / limit, 2)) for x, y in line],
+        }
+        for n, (name, line) in enumerate(series)
+    ]
+    ticks_y = [f"{limit * share:+.1f}" for share in (-1, -0.5, 0, 0.5, 1)]
+    title = "change of top-1 without the feature loss of a block, points, by relative depth"
+    return title, {"lines": lines, "ticks_x": ["0", "0.5", "1"], "ticks_y": ticks_y}
+
+
+def group_joint(runs: list[RunRecord]) -> list[list[RunRecord]]:
+    """Group the evaluated runs with an agent whose options differ in blocks and seed alone."""
+    groups = defaultdict(list)
+    for run in runs:
+        if run.config.objective.bootstrap.mode != "none" and run.val and "top1" in run.val[-1]:
+            options = dict(leaves(run.config))
+            same = options.keys() - PLACES - {"feature_blocks", "seed"}
+            groups[repr([options[name] for name in sorted(same)])].append(run)
+    return list(groups.values())
 
 
 def curve(runs: list[RunRecord], kind: str, value: str, percent: bool) -> dict:
@@ -524,11 +513,14 @@ def main(report: Report) -> None:
         check_replaceable(out.with_suffix(".json"), "published", "--out")
     runs, environment = [read_run(folder) for folder in report.runs], read_environment(folder)
     crops = replay(runs, report.boxes)
+    relevance = compare_relevance(report.runs, report.boxes) if report.boxes else None
     text = TEMPLATES.get_template("report.html").render(
         environment=environment,
         rows=[make_row(run, runs) for run in runs],
         last=runs[-1],
         curves=draw_curves(runs),
+        relevance=relevance,
+        heat=HEAT,
         **crops,
     )
     with replace_file(out) as part:

@@ -1,0 +1,83 @@
+"""True objects of scenes, from the file of boxes that tools/make_digit_scenes.py writes."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from densefeed.storage.images import Images
+from densefeed.system.errors import UserError
+from densefeed.system.json_files import is_number, read_json
+from densefeed.tools.audit import INKS
+
+# Bytes of a file of true boxes: 80,000 scenes.
+LARGEST_BOXES = 2**24
+
+
+class Truth(NamedTuple):
+    """True objects of one image: classes `[n]` and boxes `[n, 4]`, normalized."""
+
+    classes: np.ndarray
+    boxes_ltrb: np.ndarray
+
+
+def read_objects(path: Path, images: Images, split: str) -> Iterator[Truth]:
+    """Yield the true objects of the images of a split, in their order, from a file of boxes."""
+    document = read_json(path, "make the scenes again", largest=LARGEST_BOXES)
+    scenes, size = document.get("scenes"), document.get("size")
+    names = {name: number for number, name in enumerate(images.class_names)}
+    for name in images.paths:
+        yield parse_truth(scenes, size, f"{split}/{name}", names, path)
+
+
+def parse_truth(
+    scenes: object, size: object, name: str, classes: dict[str, int], path: Path
+) -> Truth:
+    """Return the objects of a scene of a file `path` of true boxes. UserError if it has none."""
+    objects = scenes.get(name) if isinstance(scenes, dict) else None
+    # An image has the class of one of its objects.
+    good = isinstance(objects, list) and objects and is_number(size)
+    if not good or not all(is_object(item, size, classes) for item in objects):
+        raise UserError(f"{path} is damaged (the objects of {name}); make the scenes again")
+    numbers = np.array([classes[str(item["digit"])] for item in objects], np.int64)
+    boxes = np.array([item["box"] for item in objects], float).reshape(-1, 4)
+    return Truth(numbers, boxes / size)
+
+
+def is_object(item: object, size: float, classes: dict[str, int]) -> bool:
+    """Whether an item of a scene has a digit that is a class, and a box in `size` pixels."""
+    box = item.get("box") if isinstance(item, dict) else None
+    whole = isinstance(box, list) and len(box) == 4 and all(map(is_number, box))
+    if not whole or str(item.get("digit")) not in classes:
+        return False
+    left, top, right, bottom = box
+    return 0 <= left < right <= size and 0 <= top < bottom <= size
+
+
+def boxes_in_crop(boxes_ltrb_n4: np.ndarray, view: np.ndarray) -> np.ndarray:
+    """Map boxes of the image into the crop; normalized, `[n, 4]`.
+
+    The view is inverted; the result is the box around the four corners.
+    """
+    back = np.linalg.inv(np.vstack([view, [0, 0, 1]]))[:2]
+    corners = boxes_ltrb_n4[:, [[0, 1], [2, 1], [2, 3], [0, 3]]] @ back[:, :2].T + back[:, 2]
+    return np.concatenate([corners.min(1), corners.max(1)], axis=1)
+
+
+def make_objects(truth: Truth, view: np.ndarray, grid: int, names: Sequence[str]) -> list[dict]:
+    """Return the rectangles of the objects that a crop shows, in units of tokens."""
+    # A box outside the crop becomes empty by this, and is left out below.
+    boxes = boxes_in_crop(truth.boxes_ltrb, view).clip(0, 1)
+    return [
+        {
+            "x": left * grid,
+            "y": top * grid,
+            "w": (right - left) * grid,
+            "h": (bottom - top) * grid,
+            "name": names[c],
+            "ink": INKS[c % len(INKS)],
+        }
+        for c, (left, top, right, bottom) in zip(truth.classes, boxes, strict=True)
+        if right > left and bottom > top
+    ]

@@ -15,6 +15,7 @@ from torch import nn
 
 from benchmarks.step import StepBenchmark
 from densefeed.storage.datasets import COUNTS
+from densefeed.tools.explain import Explanations
 from densefeed.tools.model_costs import Costs, ModelCosts, costs_by_name, measure_costs
 from densefeed.tools.pack_dataset import Packing
 from densefeed.tools.validate import Validation
@@ -28,6 +29,7 @@ PAGE = ROOT / "docs/results/papers.md"
 ABLATIONS = (ROOT / "densefeed/recipes/ABLATIONS.md").read_text()
 PROGRAMS = {
     "tools/validate.py": Validation,
+    "tools/explain.py": Explanations,
     "tools/model_costs.py": ModelCosts,
     "tools/pack_dataset.py": Packing,
     "benchmarks.step": StepBenchmark,

@@ -28,6 +28,7 @@ import torch
 import tyro
 from PIL import Image
 from timm.data import ImageNetInfo, resolve_data_config
+from timm.data.transforms import str_to_pil_interp
 from torch import Tensor
 
 from densefeed.explain.capture import TokenLayout
@@ -230,13 +231,13 @@ class Input(NamedTuple):
     size: tuple[int, int]  # (H, W) of the stored image
 
 
-def read_input(file: ImageFile, size: int, crop_pct: float) -> Input:
+def read_input(file: ImageFile, size: int, crop_pct: float, filter: Image.Resampling) -> Input:
     """Read an image and cut out what the model sees. Raises UserError for a damaged one."""
     with open_regular(file.path) as opened:
         image = decode(read_encoded(opened, str(file.path)), str(file.path))
     box = center_box(np.array([image.height]), np.array([image.width]), crop_pct)
     top, left, height, width = box[0].tolist()
-    pixels = crop_resize(image, (left, top, left + width, top + height), size)
+    pixels = crop_resize(image, (left, top, left + width, top + height), size, filter)
     return Input(file, pixels, (image.height, image.width))
 
 
@@ -353,10 +354,11 @@ def explain_images(
     names, crop_pct = name_classes(trained), options.crop_pct or trained.crop_pct
     device = next(trained.model.parameters()).device
     normalize, done = Normalize(trained.mean, trained.std).to(device), 0
+    filter = str_to_pil_interp(trained.interpolation)
     with steps_bar("explain, images", len(files), 0) as advance:
         for begin in range(0, len(files), options.batch):
             part = files[begin : begin + options.batch]
-            inputs = [read_input(file, trained.size, crop_pct) for file in part]
+            inputs = [read_input(file, trained.size, crop_pct, filter) for file in part]
             pixels_NHWC = torch.from_numpy(np.stack([shown.pixels for shown in inputs]))
             found = explainer(normalize(pixels_NHWC.to(device)))
             for n, shown in enumerate(inputs):

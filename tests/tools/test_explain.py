@@ -88,18 +88,19 @@ class Page(HTMLParser):
         self.texts.append(data)
 
 
-def test_the_model_sees_the_pixels_of_validation(folder):
+@pytest.mark.parametrize("filter", ["bilinear", "bicubic"])
+def test_the_model_sees_the_pixels_of_validation(folder, filter):
     """Up to rounding: Pillow resizes here, the native decoder in the loaders."""
     source = FolderSource(folder, "val")
-    plan = EpochPlan(
-        num_samples=5, batch=5, seed=0, mode="evaluate", sizes=((0, SIZE),), crop_pct=0.9
-    )
+    fields = dict(sizes=((0, SIZE),), crop_pct=0.9, crop_interpolation=filter)
+    plan = EpochPlan(num_samples=5, batch=5, seed=0, mode="evaluate", **fields)
     with closing(ThreadedLoader(source, plan, threads=1)) as loader:
         (batch,) = loader.batches(0)
     images = Images(folder, split="val")
     for row, pixels in enumerate(batch.image.numpy()):
         file = ImageFile(Path(images.where(row)), "", row)
-        difference = read_input(file, SIZE, 0.9).pixels.astype(int) - pixels
+        seen = read_input(file, SIZE, 0.9, Image.Resampling[filter.upper()])
+        difference = seen.pixels.astype(int) - pixels
         assert abs(difference).max() <= 3
         assert abs(difference).mean() < 0.6
 
@@ -113,7 +114,7 @@ def test_a_page_and_its_files_hold_the_maps_of_the_functions(options, runs, tmp_
     assert order == [f"{n:06d}.npz" for n in range(5)]
     explained = 0
     for n, file in enumerate(files):
-        pixels = torch.tensor(read_input(file, SIZE, 0.9).pixels)
+        pixels = torch.tensor(read_input(file, SIZE, 0.9, Image.Resampling.BILINEAR).pixels)
         image_1CHW = Normalize(trained.mean, trained.std)(pixels[None])
         with torch.no_grad(), capture_attention(trained.model) as captured:
             probability_K = trained.model(image_1CHW)[0].softmax(-1)

@@ -112,6 +112,7 @@ FOLDER = (
     "tools.relabel_imagenet --data {file} --teacher {run} --input-size 64 --top-k 2 "
     "--out {out}/maps.h5",
     "tools.validate {run} --data {file} --loader folder --threads 1",
+    "tools.validate_explanations {student} --data {file}/train --steps 1",
 )
 LIST = (
     "tools.pack_dataset --data {images} --dataset list/{file} --out {out}/x.beton",
@@ -129,7 +130,11 @@ TREE = (
     "--input-size 64 --out {out}/maps.h5 --no-audit --missing label",
 )
 REAL = ("tools.validate {run} --data {images} --loader folder --threads 1 --real {file}",)
-BOXES = ("tools.report {run} --boxes {file} --out {out}/report.html",)
+BOXES = (
+    "tools.report {run} --boxes {file} --out {out}/report.html",
+    "tools.validate_explanations {student} --data {images}/train --boxes {file} "
+    "--json {out}/maps.json",
+)
 MERGE = ("tools.score_maps merge {file}",)
 
 

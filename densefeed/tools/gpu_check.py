@@ -227,7 +227,10 @@ def run_stage(stage: Stage, check: GpuCheck, seconds: float) -> dict:
         if stage.name != "tests":
             words += ["--results", str(rows)]
             # A loader's name says where it decodes.
-            words += [] if "benchmarks.loaders" in words else ["--device", check.device]
+            is_loader = "benchmarks.loaders" in words
+            words += [] if is_loader else ["--device", check.device]
+            # Not the folder of generated files that another run may be filling.
+            words += ["--cache", folder] if is_loader and check.small else []
         began = time.monotonic()
         state, text = run_limited(words, seconds)
         with (check.out / "log.txt").open("a", errors="replace") as log:

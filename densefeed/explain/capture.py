@@ -187,6 +187,14 @@ def capture_attention(
         yield tracer.records
 
 
+@torch.no_grad()
+def forward_attention(model: nn.Module, image_NCHW: Tensor) -> list[AttentionMatrix]:
+    """Return the attention matrices of one forward pass, without a graph. Raises UserError."""
+    with capture_attention(model) as captured:
+        model(image_NCHW)
+    return captured
+
+
 class AttentionTracer(TorchFunctionMode):
     """Computes attention of the chosen layers by its definition and records the weights.
 
@@ -210,13 +218,6 @@ class AttentionTracer(TorchFunctionMode):
             # Once more with this mode, which records its softmax.
             with self:
                 return explicit_attention(*args, **kwargs)
-        if func is F.batch_norm and len(args[0]) == 1 and args[0].ndim == 4:
-            # PyTorch 2.15's backward pass on CPUs is wrong for the map of one image if it or its
-            # gradient was sliced out of tokens, as in DHVT and CvT: strides of a dimension of 1
-            # then give another memory format. A row of positions has only one.
-            x_1CRC = args[0]
-            flat = func(x_1CRC.flatten(2), *args[1:], **kwargs)
-            return flat.unflatten(2, x_1CRC.shape[2:])
         result = func(*args, **kwargs)
         # torch.softmax, Tensor.softmax and F.softmax have this name.
         is_softmax = getattr(func, "__name__", "") == "softmax"

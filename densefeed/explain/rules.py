@@ -125,7 +125,7 @@ def image_sums(x: Tensor) -> Tensor:
 
 
 def is_traced(value: Any) -> bool:
-    """Whether a tensor, or one in a list, depends on the patches.
+    """Return whether a tensor, or one in a list, depends on the patches.
 
     Everything else is computed without gradients, except for the parameters themselves.
     """

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from densefeed.models.drop_path import add_branch, branch_drop_path
+from densefeed.models.map_norm import MapNorm
 from densefeed.models.recompute import run_blocks
 from densefeed.models.registration import pretrained_cfg, register_family
 from densefeed.models.token_transformer import (
@@ -46,9 +47,7 @@ class DeviationNorm(nn.LayerNorm):
 def depthwise_conv(dim: int, stride: int) -> nn.Sequential:
     """Build the depth-wise 3 x 3 convolution and BatchNorm that precede a projection."""
     return nn.Sequential(
-        OrderedDict(
-            conv=nn.Conv2d(dim, dim, 3, stride, 1, groups=dim, bias=False), bn=nn.BatchNorm2d(dim)
-        )
+        OrderedDict(conv=nn.Conv2d(dim, dim, 3, stride, 1, groups=dim, bias=False), bn=MapNorm(dim))
     )
 
 

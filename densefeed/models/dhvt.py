@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from densefeed.models.drop_path import add_branch, branch_drop_path
 from densefeed.models.lvvit import Attention
+from densefeed.models.map_norm import MapNorm
 from densefeed.models.registration import pretrained_cfg, register_family
 from densefeed.models.token_transformer import (
     Grid,
@@ -34,7 +35,7 @@ from densefeed.models.token_transformer import (
 # R x C the grid of patches
 
 Norm = Literal["batch", "layer"]
-NORMS = {"batch": nn.BatchNorm2d, "layer": partial(LayerNorm2d, eps=1e-6)}
+NORMS = {"batch": MapNorm, "layer": partial(LayerNorm2d, eps=1e-6)}
 # Divisors of the width that give the channels after each convolution (supplementary, section 1.2,
 # which does not have patches of 8).
 SOPE_WIDTHS = {2: (1,), 4: (2, 1), 8: (4, 2, 1), 16: (8, 4, 2, 1)}

@@ -216,10 +216,16 @@ def score_map_spec(store: ScoreMapStore, num_classes: int) -> ScoreMapSpec:
             "relabel with a teacher of the same classes"
         )
     store.check_values()
+    return map_spec(store)
+
+
+def map_spec(store: ScoreMapStore) -> ScoreMapSpec:
+    """Return the specification of a store's maps, whose values it does not check."""
+    header = store.header
     return ScoreMapSpec(
         header.side,
         header.top_k,
-        num_classes,
+        header.num_classes,
         header.absent,
         store.max_palette,
         store.min_window_side,

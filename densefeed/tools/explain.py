@@ -28,21 +28,21 @@ import torch
 import tyro
 from PIL import Image
 from timm.data import ImageNetInfo, resolve_data_config
-from timm.data.transforms import str_to_pil_interp
 from torch import Tensor
 
 from densefeed.explain.capture import TokenLayout
 from densefeed.explain.features import feature_picture
+from densefeed.explain.refusals import group_refusals
 from densefeed.models.model_spec import ModelSpec, is_registered
 from densefeed.native import MAX_PIXELS
 from densefeed.pipelines.augment.augmentation import Normalize
-from densefeed.pipelines.batch import ScoreMapSpec, crop_batch
+from densefeed.pipelines.batch import crop_batch
+from densefeed.pipelines.folder import map_spec
 from densefeed.pipelines.plan import RankRows
 from densefeed.storage.geometry import LEAST_CROP, center_box
 from densefeed.storage.images import (
     Images,
     MaxPixels,
-    crop_resize,
     decode,
     limit_pixels,
     read_encoded,
@@ -65,7 +65,14 @@ from densefeed.tools.explainer import (
     save_pictures,
 )
 from densefeed.tools.heat_maps import HEAT, encode_map, gray, matrix_picture, shrink
-from densefeed.tools.load_model import Trained, Weights, at_size, imagenet_names, open_trained
+from densefeed.tools.load_model import (
+    Trained,
+    Weights,
+    at_size,
+    crop_input,
+    imagenet_names,
+    open_trained,
+)
 from densefeed.tools.load_teacher import download
 from densefeed.tools.report import label_tokens, make_cells
 
@@ -197,15 +204,7 @@ class TokenLabels:
         self.store = store = ScoreMapStore(options.maps)
         # A row belongs to an image by its place in the folder.
         store.check(images.fingerprint(), options.images[0])
-        header = store.header
-        self.spec = ScoreMapSpec(
-            side=header.side,
-            top_k=header.top_k,
-            num_classes=header.num_classes,
-            absent=header.absent,
-            max_palette=store.max_palette,
-            min_window_side=store.min_window_side,
-        )
+        self.spec = map_spec(store)
 
     def __call__(self, row: int, size: tuple[int, int], crop_pct: float, grid: tuple) -> list[dict]:
         """Return how the tokens of an image of `size` (H, W) are drawn, row by row."""
@@ -231,13 +230,11 @@ class Input(NamedTuple):
     size: tuple[int, int]  # (H, W) of the stored image
 
 
-def read_input(file: ImageFile, size: int, crop_pct: float, filter: Image.Resampling) -> Input:
+def read_input(file: ImageFile, trained: Trained, crop_pct: float) -> Input:
     """Read an image and cut out what the model sees. Raises UserError for a damaged one."""
     with open_regular(file.path) as opened:
         image = decode(read_encoded(opened, str(file.path)), str(file.path))
-    box = center_box(np.array([image.height]), np.array([image.width]), crop_pct)
-    top, left, height, width = box[0].tolist()
-    pixels = crop_resize(image, (left, top, left + width, top + height), size, filter)
+    pixels, _ = crop_input(image, trained, crop_pct)
     return Input(file, pixels, (image.height, image.width))
 
 
@@ -310,7 +307,7 @@ def describe_layer(number: int, maps: LayerMaps, n: int) -> dict:
 
 
 def name_reader(layout: TokenLayout) -> str:
-    """Say whose attention the class map of a layer is."""
+    """Return whose attention the class map of a layer is."""
     if layout.windows:
         return "mean over each patch's window"
     return "of the class token" if layout.class_tokens else "mean over the patches"
@@ -354,11 +351,10 @@ def explain_images(
     names, crop_pct = name_classes(trained), options.crop_pct or trained.crop_pct
     device = next(trained.model.parameters()).device
     normalize, done = Normalize(trained.mean, trained.std).to(device), 0
-    filter = str_to_pil_interp(trained.interpolation)
     with steps_bar("explain, images", len(files), 0) as advance:
         for begin in range(0, len(files), options.batch):
             part = files[begin : begin + options.batch]
-            inputs = [read_input(file, trained.size, crop_pct, filter) for file in part]
+            inputs = [read_input(file, trained, crop_pct) for file in part]
             pixels_NHWC = torch.from_numpy(np.stack([shown.pixels for shown in inputs]))
             found = explainer(normalize(pixels_NHWC.to(device)))
             for n, shown in enumerate(inputs):
@@ -442,14 +438,6 @@ def write_page(
     )
     with open(path, "w", encoding="utf-8") as file:
         page.dump(file)
-
-
-def group_refusals(refused: dict[str, str]) -> list[tuple[str, str]]:
-    """Return each reason once, after what it is the reason for."""
-    kinds = {}
-    for kind, reason in refused.items():
-        kinds.setdefault(reason, []).append(kind)
-    return [(", ".join(names), reason) for reason, names in kinds.items()]
 
 
 command = make_command(main, Explanations, __doc__)

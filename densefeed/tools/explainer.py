@@ -1,8 +1,8 @@
 """Everything that a page shows of a model and a batch of images, and files of the same maps."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,14 +14,14 @@ from densefeed.explain.capture import (
     AttentionMatrix,
     TokenLayout,
     attention_layers,
-    capture_attention,
+    forward_attention,
 )
 from densefeed.explain.features import block_features, feature_picture
+from densefeed.explain.refusals import Refusals
 from densefeed.explain.relevance import attention_rollout, class_relevance, gradient_attention
 from densefeed.system.errors import UserError
 from densefeed.tools.heat_maps import gray, matrix_picture, overlay
 
-Computed = TypeVar("Computed")
 # Layers whose whole matrix and features are shown, unless the user names some.
 FEW_LAYERS = 4
 # Classes of the greatest probability that are explained.
@@ -73,8 +73,8 @@ class Explainer:
     def __init__(self, model: nn.Module, chosen: Sequence[int], classes: Sequence[int]) -> None:
         # Derivatives of attention matrices need none of weights.
         self.model, self.chosen = model.requires_grad_(False), set(chosen)
-        self.classes, self.refused = list(classes), {}
-        names = self._attempt("attention", lambda: attention_layers(model)) or []
+        self.classes, self.refused = list(classes), Refusals()
+        names = self.refused.attempt("attention", lambda: attention_layers(model)) or []
         if not names:
             self.refused["rollout"] = self.refused["attention"]
         if names and not self.chosen <= set(range(1, len(names) + 1)):
@@ -86,18 +86,27 @@ class Explainer:
     def __call__(self, image_NCHW: Tensor) -> Explanation:
         model = self.model
         with torch.no_grad():
-            captured = self._attempt("attention", lambda: self._capture(image_NCHW)) or []
+            captured = (
+                self.refused.attempt("attention", lambda: forward_attention(model, image_NCHW))
+                or []
+            )
             logits_NL = model(image_NCHW)
-            features = self._attempt("features", lambda: block_features(model, image_NCHW)) or {}
+            features = (
+                self.refused.attempt("features", lambda: block_features(model, image_NCHW)) or {}
+            )
         target_NJ = self._choose_classes(logits_NL)
         rollout = None
         if captured:
-            rollout = self._attempt("rollout", lambda: attention_rollout(captured))
-        layers = {n: self._read_layer(n, record, len(captured)) for n, record in number(captured)}
+            rollout = self.refused.attempt("rollout", lambda: attention_rollout(captured))
+        layers = {
+            n: self._read_layer(n, record, len(captured)) for n, record in enumerate(captured, 1)
+        }
         # The matrices of all layers take as much memory as the gradients to come.
         captured.clear()
         maps = {
-            what: self._attempt(what, lambda compute=compute: compute(model, image_NCHW, target_NJ))
+            what: self.refused.attempt(
+                what, lambda compute=compute: compute(model, image_NCHW, target_NJ)
+            )
             for what, compute in (
                 ("relevance", class_relevance),
                 ("gradient x attention", gradient_attention),
@@ -115,21 +124,6 @@ class Explainer:
             },
         )
 
-    def _attempt(self, what: str, compute: Callable[[], Computed]) -> Computed | None:
-        """Return what `compute` returns, or None if the model refuses it, now or before."""
-        if what in self.refused:
-            return None
-        try:
-            return compute()
-        except UserError as error:
-            self.refused[what] = str(error)
-            return None
-
-    def _capture(self, image_NCHW: Tensor) -> list[AttentionMatrix]:
-        with capture_attention(self.model) as captured:
-            self.model(image_NCHW)
-        return list(captured)
-
     def _choose_classes(self, logits_NL: Tensor) -> Tensor:
         """Return the most probable classes of each image, and those asked for; `[N, J]`."""
         top_NJ = logits_NL.topk(min(TOP, logits_NL.shape[1])).indices
@@ -146,11 +140,6 @@ class Explainer:
         heads = head_token_maps(record) if layout.head_tokens else None
         matrix = record.weights.mean(1) if keeps else None
         return LayerMaps(record.layer, layout, class_map(record), mean_map(record), heads, matrix)
-
-
-def number(items: Sequence[Computed]) -> Iterator[tuple[int, Computed]]:
-    """Number items from 1."""
-    return enumerate(items, 1)
 
 
 def list_classes(found: Explanation, n: int) -> dict[int, int]:
@@ -197,7 +186,7 @@ def list_pictures(
         yield f"layer-{layer:02d}-class-row", overlay(image, maps.class_map[n])
         yield f"layer-{layer:02d}-mean-row", overlay(image, maps.mean_map[n])
         if maps.head_maps is not None:
-            for head, map_RC in number(maps.head_maps[n]):
+            for head, map_RC in enumerate(maps.head_maps[n], 1):
                 yield f"layer-{layer:02d}-head-token-{head}", overlay(image, map_RC)
         if maps.matrix is not None:
             yield f"layer-{layer:02d}-matrix", matrix_picture(maps.matrix[n])

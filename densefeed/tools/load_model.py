@@ -3,14 +3,19 @@
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
+from PIL import Image
 from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_data_config
+from timm.data.transforms import str_to_pil_interp
 from timm.layers import resample_abs_pos_embed
 from torch import nn
 
 from densefeed.models import checkpoints
 from densefeed.models.model_spec import CANNOT_BUILD
 from densefeed.models.token_transformer import TokenTransformer
+from densefeed.storage.geometry import center_box
+from densefeed.storage.images import crop_resize
 from densefeed.system.errors import UserError, first_line
 
 Weights = Literal["ema", "raw"]
@@ -105,6 +110,21 @@ def open_trained(
         mean=facts.mean or tuple(data["mean"]),
         std=facts.std or tuple(data["std"]),
     )
+
+
+def crop_input(
+    image: Image.Image, trained: Trained, crop_pct: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Cut out what the model sees of an image, with the filter of its evaluation.
+
+    Returns the pixels, uint8 `[S, S, 3]`, and the crop's box, (top, left, height, width) in pixels
+    of the image, `[1, 4]`.
+    """
+    box_14 = center_box(np.array([image.height]), np.array([image.width]), crop_pct)
+    top, left, height, width = box_14[0].tolist()
+    filter = str_to_pil_interp(trained.interpolation)
+    box_ltrb = left, top, left + width, top + height
+    return crop_resize(image, box_ltrb, trained.size, filter), box_14
 
 
 def default_interpolation(checkpoint: dict, data: dict) -> str:

@@ -12,12 +12,12 @@ from PIL import Image
 
 from densefeed.explain.relevance import class_relevance
 from densefeed.pipelines.augment.augmentation import Normalize
-from densefeed.storage.images import Images, crop_resize, decode
+from densefeed.storage.images import Images, decode
 from densefeed.system.errors import UserError
 from densefeed.system.terminal import print
 from densefeed.tools.audit import picture
 from densefeed.tools.heat_maps import encode_map
-from densefeed.tools.load_model import open_trained
+from densefeed.tools.load_model import crop_input, open_trained
 from densefeed.tools.true_objects import Truth, make_objects, read_objects
 
 # Validation scenes among which one is chosen.
@@ -91,10 +91,9 @@ def explain_run(folder: Path, scene: Scene) -> dict | None:
         return None
     if trained.class_names != scene.class_names:
         return None
-    # All of the scene, whatever the run's crop: every student is shown the same.
-    box = 0, 0, scene.image.width, scene.image.height
-    pixels = torch.tensor(crop_resize(scene.image, box, trained.size)[None])
-    image_1CHW = Normalize(trained.mean, trained.std)(pixels)
+    # All of the scene, which is square, whatever the run's crop: every student is shown the same.
+    pixels, _ = crop_input(scene.image, trained, 1.0)
+    image_1CHW = Normalize(trained.mean, trained.std)(torch.tensor(pixels[None]))
     target_1J = torch.from_numpy(scene.truth.classes)[None]
     try:
         relevance_JRC = class_relevance(trained.model, image_1CHW, target_1J)[0]

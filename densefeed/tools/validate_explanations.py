@@ -29,7 +29,7 @@ wrongly count too.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -39,11 +39,10 @@ import torch
 import tyro
 from rich.table import Table
 from rich.text import Text
-from timm.data.transforms import str_to_pil_interp
 from torch import Tensor, nn
 
 from densefeed.explain.attention_maps import class_map, mean_map
-from densefeed.explain.capture import AttentionMatrix, capture_attention
+from densefeed.explain.capture import forward_attention
 from densefeed.explain.measures import (
     area_under,
     baseline_image,
@@ -53,11 +52,12 @@ from densefeed.explain.measures import (
     pointing_hits,
     rank_pixels,
 )
+from densefeed.explain.refusals import Refusals, group_refusals
 from densefeed.explain.relevance import attention_rollout, class_relevance, gradient_attention
 from densefeed.native import MAX_PIXELS
 from densefeed.pipelines.augment.augmentation import Normalize
-from densefeed.storage.geometry import LEAST_CROP, center_box, crop_views
-from densefeed.storage.images import Images, MaxPixels, crop_resize, decode, limit_pixels
+from densefeed.storage.geometry import LEAST_CROP, crop_views
+from densefeed.storage.images import Images, MaxPixels, decode, limit_pixels
 from densefeed.system.devices import choose_device
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import check_ending
@@ -65,7 +65,7 @@ from densefeed.system.options import Bounds, Count, NonNegativeInt, Options
 from densefeed.system.progress import bar
 from densefeed.system.provenance import check_replaceable, environment, write_json
 from densefeed.system.terminal import escape_controls, print, print_table
-from densefeed.tools.load_model import Trained, Weights, imagenet_names, open_trained
+from densefeed.tools.load_model import Trained, Weights, crop_input, imagenet_names, open_trained
 from densefeed.tools.true_objects import Truth, boxes_in_crop, read_objects
 from densefeed.tools.validate import match_classes
 
@@ -166,15 +166,13 @@ class Inputs(NamedTuple):
 
 def read_inputs(samples: Samples, rows: list[int], trained: Trained, crop_pct: float) -> Inputs:
     """Read images and cut out what the model sees. Raises UserError for a damaged one."""
-    filter, pixels, boxes = str_to_pil_interp(trained.interpolation), [], []
+    pixels, boxes = [], []
     for row in rows:
         image = decode(samples.images.read(row), samples.images.where(row))
-        height_1, width_1 = np.array([image.height]), np.array([image.width])
-        box = center_box(height_1, width_1, crop_pct)
-        top, left, height, width = box[0].tolist()
-        box_ltrb = left, top, left + width, top + height
-        pixels.append(crop_resize(image, box_ltrb, trained.size, filter))
-        view = crop_views(box, np.array([False]), height_1, width_1)[0]
+        seen, box = crop_input(image, trained, crop_pct)
+        pixels.append(seen)
+        sides = np.array([image.height]), np.array([image.width])
+        view = crop_views(box, np.array([False]), *sides)[0]
         truth = samples.truths.get(row)
         boxes.append(visible_boxes(truth, view) if truth else {})
     label = samples.images.labels[rows].tolist()
@@ -201,12 +199,14 @@ class MapMaker:
 
     def __init__(self, model: nn.Module) -> None:
         # Derivatives of attention matrices need none of weights.
-        self.model, self.refused = model.requires_grad_(False), {}
+        self.model, self.refused = model.requires_grad_(False), Refusals()
 
     def __call__(self, image_NCHW: Tensor, target_NJ: Tensor) -> dict[str, Tensor]:
         """Return the maps that there are, `[N, J or 1, R, C]`; 1 where no class changes them."""
         model, made = self.model, {}
-        captured = self._attempt("class attention", lambda: self._capture(image_NCHW))
+        captured = self.refused.attempt(
+            "class attention", lambda: forward_attention(model, image_NCHW)
+        )
         computed = {
             "relevance": lambda: class_relevance(model, image_NCHW, target_NJ),
             "gradient x attention": lambda: gradient_attention(model, image_NCHW, target_NJ),
@@ -218,24 +218,9 @@ class MapMaker:
             # Without attention no map has another reason.
             if captured is None:
                 self.refused.setdefault(name, self.refused["class attention"])
-            elif (map_NJRC := self._attempt(name, computed[name])) is not None:
+            elif (map_NJRC := self.refused.attempt(name, computed[name])) is not None:
                 made[name] = map_NJRC
         return made
-
-    def _attempt(self, name: str, compute: Callable) -> object:
-        """Return what `compute` returns, or None if the model refuses it, now or before."""
-        if name in self.refused:
-            return None
-        try:
-            return compute()
-        except UserError as error:
-            self.refused[name] = str(error)
-            return None
-
-    def _capture(self, image_NCHW: Tensor) -> list[AttentionMatrix]:
-        with torch.no_grad(), capture_attention(self.model) as captured:
-            self.model(image_NCHW)
-        return list(captured)
 
 
 # ------------------------------------------------------------------------- scores
@@ -445,11 +430,8 @@ def show(rows: list[dict], count: int) -> None:
         if measure in found:
             print_table(table(rows, measure, f"{title}, {count:,} images"), least_width=100)
     for row in rows:
-        reasons = defaultdict(list)
-        for name, reason in row["refused"].items():
-            reasons[reason].append(name)
-        for reason, names in reasons.items():
-            print(f"{row['run']} has no {', '.join(names)}: {reason}")
+        for names, reason in group_refusals(row["refused"]):
+            print(f"{row['run']} has no {names}: {reason}")
 
 
 def table(rows: list[dict], measure: str, title: str) -> Table:

@@ -210,7 +210,7 @@ def test_matrices_belong_to_the_graph(name, frozen):
 
 @pytest.mark.parametrize("name", ["dhvt_micro-no-head-tokens", "cvt_13"])
 def test_gradients_of_one_image_are_those_in_a_batch(name):
-    """Without the detour around BatchNorm, PyTorch 2.15 is off by 4 % with a DHVT on CPUs."""
+    """With `nn.BatchNorm2d` for `MapNorm`, PyTorch 2.15 is off by 4 % with a DHVT on CPUs."""
     model, images = build(name).double(), images_for(name).double()
 
     def gradients(images: Tensor) -> list[Tensor]:

@@ -89,17 +89,17 @@ class Page(HTMLParser):
 
 
 @pytest.mark.parametrize("filter", ["bilinear", "bicubic"])
-def test_the_model_sees_the_pixels_of_validation(folder, filter):
+def test_the_model_sees_the_pixels_of_validation(folder, runs, filter):
     """Up to rounding: Pillow resizes here, the native decoder in the loaders."""
     source = FolderSource(folder, "val")
     fields = dict(sizes=((0, SIZE),), crop_pct=0.9, crop_interpolation=filter)
     plan = EpochPlan(num_samples=5, batch=5, seed=0, mode="evaluate", **fields)
     with closing(ThreadedLoader(source, plan, threads=1)) as loader:
         (batch,) = loader.batches(0)
-    images = Images(folder, split="val")
+    images, trained = Images(folder, split="val"), open_trained(runs / "lvvit")
     for row, pixels in enumerate(batch.image.numpy()):
         file = ImageFile(Path(images.where(row)), "", row)
-        seen = read_input(file, SIZE, 0.9, Image.Resampling[filter.upper()])
+        seen = read_input(file, trained._replace(interpolation=filter), 0.9)
         difference = seen.pixels.astype(int) - pixels
         assert abs(difference).max() <= 3
         assert abs(difference).mean() < 0.6
@@ -114,7 +114,7 @@ def test_a_page_and_its_files_hold_the_maps_of_the_functions(options, runs, tmp_
     assert order == [f"{n:06d}.npz" for n in range(5)]
     explained = 0
     for n, file in enumerate(files):
-        pixels = torch.tensor(read_input(file, SIZE, 0.9, Image.Resampling.BILINEAR).pixels)
+        pixels = torch.tensor(read_input(file, trained, 0.9).pixels)
         image_1CHW = Normalize(trained.mean, trained.std)(pixels[None])
         with torch.no_grad(), capture_attention(trained.model) as captured:
             probability_K = trained.model(image_1CHW)[0].softmax(-1)

@@ -1,4 +1,4 @@
-"""`--loader folder`: a folder of images, with the score maps in an HDF5 file beside it.
+"""`--loader folder`: a folder of images, with the score maps in an HDF5 store beside it.
 
 The folder can be any dataset that timm reads.
 """
@@ -182,9 +182,9 @@ class FolderSource(StoreMaps):
 def locate_rows(store: ScoreMapStore, ids: np.ndarray, memory: Memory) -> MapRows:
     """Locate the score maps of the samples `ids` in an HDF5 store, for the native threads."""
     fields = map_tensors(len(ids), store.header, memory.empty)
-    file, offsets = store.places(ids)
+    files, offsets = store.places(ids)
     packed = native.Packed(store.palette[ids], store.packed.levels) if store.packed else None
-    files, to = np.full(offsets.shape, file), [field.numpy() for field in fields]
+    to = [field.numpy() for field in fields]
     return MapRows(native.Parts(files, offsets, to, store.crcs[ids], packed), fields)
 
 

@@ -40,7 +40,7 @@ class DataOptions(Options):
     # training set: a folder of class folders; with --loader ffcv or dali a .beton or 'a-*.beton'
     train: Annotated[Path, arg(name="data")] = tyro.MISSING
     val: Path = tyro.MISSING  # validation set, of the same kind
-    # score maps (HDF5) of the training set; a .beton may carry its own
+    # score maps (HDF5 file or folder of shards) of the training set; a .beton may carry its own
     score_maps: Path | None = None
     # keep all score maps in the memory of the device (ImageNet: 9 GB) instead of in the batches
     maps_on_device: bool = False

@@ -41,7 +41,7 @@ from densefeed.storage.maintenance import disorder
 from densefeed.storage.packs import SURE, label_rows
 from densefeed.storage.row_codecs import ScoreMaps, cell_targets
 from densefeed.storage.score_maps import ScoreMapStore
-from densefeed.storage.store_file import StoreFile
+from densefeed.storage.store_folder import open_rows
 from densefeed.system.errors import UserError
 from densefeed.system.progress import bar
 
@@ -226,7 +226,7 @@ def name_rows(store: ScoreMapStore, rows: Iterable[int]) -> str:
 
 def check_finished(path: Path) -> Outcome:
     """Check that every row is labeled; else name the first missing rows."""
-    file = StoreFile(path)
+    file = open_rows(path)
     missing, count = np.flatnonzero(file.read("done") == 0), file.rows
     if not len(missing):
         return "sound", f"all {count:,} rows are labeled"

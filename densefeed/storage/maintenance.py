@@ -54,7 +54,8 @@ def convert(store: ScoreMapStore, out: Path, form: Form) -> ScoreMapStore:
         raise UserError(
             f"{store.path} is compact, which is lossy; convert the store it was made from"
         )
-    if header.form == form:
+    # Into one file, that of a folder is another.
+    if header.form == form and not store.path.is_dir():
         raise UserError(f"{store.path} is {form} already; choose another --form")
     check_absent(out)
     if not store.names_match():
@@ -153,7 +154,7 @@ def convert_file(file: Path, /, form: Form, out: Path) -> None:
 def summary(store: ScoreMapStore) -> str:
     """Describe a store in one line, with the error of a compact one."""
     header = store.header
-    size = store.path.stat().st_size / len(store)
+    size = store.size / len(store)
     line = (
         f"{store.path}: {len(store):,} {header.form} maps of {header.side} x {header.side} cells, "
         f"top {header.top_k} of {header.num_classes:,} classes, at most {store.max_palette} in a "
@@ -225,6 +226,9 @@ def verify_files(files: tuple[Path, ...], /) -> None:
         parts = [] if store.names_match() else ["labels or paths"]
         if parts:
             print(f"{path}: its labels and paths do not match their checksum")
+        for shard in (changed := store.find_changed()):
+            print(f"{shard} does not match its checksum; remove it and run the labeling again")
+        parts += [f"{len(changed):,} shards"] * bool(changed)
         for row, found in list(faults.items())[:NAMED]:
             print(f"{path}: row {row} ({store.image_path(row)}) {' and '.join(found)}")
         if len(faults) > NAMED:

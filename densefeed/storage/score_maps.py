@@ -33,6 +33,7 @@ from densefeed.storage.store_file import (
     find_runs,
     row_types,
 )
+from densefeed.storage.store_folder import StoreFolder, open_rows
 from densefeed.system.errors import UserError
 from densefeed.system.files import (
     check_absent,
@@ -51,8 +52,6 @@ from densefeed.system.progress import bar
 
 # Bytes of the rows that are checked at once.
 CHUNK_BYTES = 2**26
-# Four numbers of float32.
-WINDOW_BYTES = 16
 
 
 def row_crcs(parts: Iterable[Iterable[np.ndarray]]) -> np.ndarray:
@@ -141,7 +140,7 @@ class PackedRows(NamedTuple):
 
 
 class ScoreMapStore:
-    """A finished store.
+    """A finished store: a file, or a folder of shards with a manifest.
 
     `labels` int64, `crcs` uint32 and `palette` uint16 `[N]` (number of distinct classes that each
     row names) are copies in memory. `packed` is None in a raw store. `error` is the error of a
@@ -154,7 +153,7 @@ class ScoreMapStore:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self._file = file = StoreFile(self.path)
+        self._file = file = open_rows(self.path)
         self.header, self.close = file.header, file.close
         if self.header.shard:
             index, count = self.header.shard[:2]
@@ -224,20 +223,21 @@ class ScoreMapStore:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def places(self, ids: np.ndarray) -> tuple[int, np.ndarray]:
-        """Return an open file descriptor, and the file offsets of the rows `ids`, int64.
+    @property
+    def size(self) -> int:
+        """Bytes of all files of the store."""
+        return self._file.size
 
-        Raw store: `[len(ids), 4]`, offsets of logit, cls, lse and window. Packed store:
-        `[len(ids), 2]`, offsets of the packed row and the window.
+    def places(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return open file descriptors and file offsets of the rows `ids`, int64.
+
+        Raw store: `[len(ids), 4]` both, of logit, cls, lse and window. Packed store:
+        `[len(ids), 2]`, of the packed row and the window.
         """
-        offsets = self._file.offsets
+        at = dict.fromkeys(ScoreMaps._fields, ids)
         if self.packed:
-            rows = offsets["rows"] + self.packed.start[ids]
-            windows = offsets["window"] + ids * WINDOW_BYTES
-            return self._file.descriptor, np.stack([rows, windows], 1)
-        starts = np.array([offsets[name] for name in ScoreMaps._fields])
-        strides = np.array([self._file.stride(name) for name in ScoreMaps._fields])
-        return self._file.descriptor, starts + ids[:, None] * strides
+            at = {"rows": self.packed.start[ids], "window": ids}
+        return self._file.places(at)
 
     def paths(self) -> list[str]:
         """Return the path of each row's image, relative to the dataset; UserError if damaged."""
@@ -245,7 +245,11 @@ class ScoreMapStore:
 
     def names_match(self) -> bool:
         """Whether labels and paths match their checksum; True for files without that checksum."""
-        return names_match(self._file)
+        return all(map(names_match, self._file.files))
+
+    def find_changed(self) -> list[Path]:
+        """Read all shards of a folder; return those that do not match the manifest's checksum."""
+        return self._file.find_changed() if isinstance(self._file, StoreFolder) else []
 
     def rows(self, ids: np.ndarray) -> ScoreMaps:
         """Return copies of the rows `ids`, each checked against its CRC and unpacked if packed."""

@@ -226,6 +226,16 @@ class StoreFile:
         self.rows = self.types["label"][1][0]
         self.offsets = {name: layout.datasets[name].offset for name in self.types}
 
+    @property
+    def files(self) -> list["StoreFile"]:
+        """The files of the store: this one."""
+        return [self]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return os.fstat(self.descriptor).st_size
+
     def stride(self, name: str) -> int:
         """Return the bytes of a row of a dataset; of `rows`, 1."""
         dtype, shape = self.types[name]
@@ -265,6 +275,15 @@ class StoreFile:
             arrays.append(np.empty((len(ids), *shape[1:]), dtype))
             self._fill(name, arrays[-1], runs)
         return arrays
+
+    def places(self, at: Arrays) -> tuple[np.ndarray, np.ndarray]:
+        """Return open descriptors and file offsets, int64 `[N, len(at)]` both.
+
+        `at` holds, for each dataset, int64 `[N]` numbers of rows; of the dataset `rows`, of bytes.
+        """
+        offsets = [self.offsets[name] + ids * self.stride(name) for name, ids in at.items()]
+        offsets = np.stack(offsets, 1)
+        return np.full(offsets.shape, self.descriptor), offsets
 
     def _fill(self, name: str, array: np.ndarray, runs: list[tuple[int, int, int]]) -> None:
         """Fill an array from the `runs` of rows of a dataset, see `find_runs`.

@@ -5,6 +5,7 @@ import errno
 import fcntl
 import os
 import re
+import resource
 import shutil
 import stat
 from collections.abc import Callable, Iterator
@@ -24,6 +25,9 @@ NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 # Errors of fsync on file systems that cannot sync a folder, and of opening a folder that may be
 # written but not read. Such a folder reaches the disk when the system writes it.
 NO_FOLDER_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES)
+
+# Files that a process has open beside many of one kind: images, libraries, sockets of workers.
+SPARE_FILES = 512
 
 # Bytes of a path and of a name in it (Linux: PATH_MAX with the zero byte, NAME_MAX).
 MOST_PATH, MOST_NAME = 4095, 255
@@ -50,6 +54,20 @@ def open_regular(path: Path | str) -> BufferedReader:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     raise OSError(None, problem, str(path))
+
+
+def allow_open_files(count: int) -> None:
+    """Raise the limit of open files for `count` more, as far as the system lets a process do that.
+
+    If that is not enough, opening one of them has its own error.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        # macOS has a lower limit than it declares.
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def find_path_fault(path: str) -> str:

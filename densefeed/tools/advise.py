@@ -80,7 +80,8 @@ class AdviceOptions(Options):
     """The training to give advice for."""
 
     data: Path  # the training set: a .beton, 'a-*.beton', or a folder of class folders
-    score_maps: Path | None = None  # score maps (HDF5) of --data; a .beton may contain its own
+    # score maps (HDF5 file or folder of shards) of --data; a .beton may contain its own
+    score_maps: Path | None = None
     model: str = "lvvit_s"  # any timm classifier
     # images per training step; 0: those of the recipe; on a CPU the step is timed with fewer
     batch: NonNegativeInt = 0

@@ -29,7 +29,7 @@ from densefeed.relabel.reference_match import ORIENTATIONS, References
 from densefeed.relabel.teacher import Teacher
 from densefeed.storage.images import Images, MaxPixels, decode, limit_pixels
 from densefeed.storage.row_codecs import cell_targets
-from densefeed.storage.store_file import StoreFile
+from densefeed.storage.store_folder import open_rows, read_manifest
 from densefeed.system.devices import CORES, choose_device
 from densefeed.system.errors import UserError, first_line, make_command
 from densefeed.system.files import check_ending, replace_file
@@ -85,7 +85,7 @@ VERDICTS = {"fault": "Fault", "warning": "Warning", "unchecked": "Not checked", 
 class AuditOptions(Options):
     """Score maps to audit, and what to compare them with."""
 
-    maps: tyro.conf.Positional[Path]  # file of score maps, HDF5
+    maps: tyro.conf.Positional[Path]  # score maps: an HDF5 file, or a folder of shards
     out: Path | None = None  # HTML file to write; default: NAME.audit.html beside the maps
     json: Path | None = None  # JSON file to write the numbers to; default: beside the HTML
     data: Path | None = None  # images of the maps: a folder, or the root that --dataset needs
@@ -115,7 +115,9 @@ def main(options: AuditOptions) -> None:
     if options.teacher and options.data is None:
         raise UserError("--teacher needs the images; pass them with --data")
     if path.is_dir():
-        raise UserError(f"{path} is a folder; name a file of score maps")
+        read_manifest(path)
+        # The page lies beside the folder, also if that is named `.`.
+        path = path.resolve()
     out = options.out or path.with_suffix(".audit.html")
     check_ending(out, ".html", "--out")
     numbers = options.json or out.with_suffix(".json")
@@ -137,7 +139,7 @@ def main(options: AuditOptions) -> None:
 def open_references(options: AuditOptions) -> References:
     """Load --teacher for the classes and, unless --input-size is given, the size of the maps."""
     # Not by ScoreMapStore, which refuses unfinished files. The audit reports these.
-    header = StoreFile(options.maps).header
+    header = open_rows(options.maps).header
     size, names = options.input_size or header.input_size, header.class_names
     return load_references(options.teacher, options.model, size, names, options.device)
 

@@ -35,7 +35,7 @@ SHOWN = 120
 class ExportLabels:
     """The score maps to export."""
 
-    maps: Path  # the score maps, HDF5
+    maps: Path  # the score maps: an HDF5 file, or a folder of shards
     out: Path  # the folder to write
 
 
@@ -45,7 +45,7 @@ def main(options: ExportLabels) -> None:
     if store.header.num_classes > MOST_CLASSES:
         raise UserError(
             f"{options.maps} has {store.header.num_classes:,} classes, and float16 represents only "
-            f"{MOST_CLASSES:,} class numbers exactly; train from the HDF5 file itself"
+            f"{MOST_CLASSES:,} class numbers exactly; train from the score maps themselves"
         )
     check_absent(out)
     stems = distinct_stems(store)

@@ -76,7 +76,7 @@ class Packing(Options):
     # folder that holds train/ and val/, folder of class folders, or the folder of --dataset
     data: Annotated[Path, tyro.conf.arg(aliases=["--root"])]
     out: Path  # the .beton to write
-    maps: Path | None = None  # score maps (HDF5) made for this data
+    maps: Path | None = None  # score maps (HDF5 file or folder of shards) of this data
     dataset: str = ""  # a name from the list above, if not a folder of class folders
     split: str = "train"  # split of the dataset
     # shrink images with a longer side to this side, pixels; 0: never

@@ -94,7 +94,7 @@ def test_the_page_of_a_clean_store(scenes, located, student, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"maps": Path("")}, r"\. is a folder; name a file of score maps"),
+        ({"maps": Path("")}, r"\. is a folder without manifest.json: name a file of score maps"),
         ({"maps": Path("m.h5"), "out": Path("")}, r"--out \. must end in \.html"),
         ({"maps": Path("m.h5"), "json": Path("")}, r"--json \. must end in \.json"),
     ],

@@ -94,12 +94,15 @@ MINUTES ?= 10
 KILLS ?= 20
 ORIENTATIONS ?= 100
 FILES ?= 2000
+LEASES ?= 10000
 # The native decoder on mutated files (four builds) for MINUTES of processor time, runs and passes
-# killed KILLS times, every fault at every call of every writer, ORIENTATIONS planted for the audit,
-# FILES hostile files, FILES hostile names and FILES altered checkpoints through the commands.
+# killed KILLS times, LEASES claimed by four processes at once, every fault at every call of every
+# writer, ORIENTATIONS planted for the audit, FILES hostile files, FILES hostile names and FILES altered checkpoints through the commands.
 soak: $(READY)
 	SOAK_MINUTES=$(MINUTES) nice -n 19 $(RUN) -m pytest -s tests/native/test_fuzz.py
-	SOAK_KILLS=$(KILLS) $(RUN) -m pytest -s tests/test_resume.py tests/storage/test_shards.py -k killed_at_random_times
+	SOAK_KILLS=$(KILLS) $(RUN) -m pytest -s tests/test_resume.py tests/storage/test_shards.py tests/relabel/test_workers.py \
+		-k killed_at_random_times
+	SOAK_LEASES=$(LEASES) $(RUN) -m pytest -s tests/system/test_leases.py -k contended
 	SOAK_FAULTS=all $(RUN) -m pytest -s tests/test_writes.py
 	SOAK_ORIENTATIONS=$(ORIENTATIONS) $(RUN) -m pytest -s tests/relabel/test_audit.py -k planted_orientations
 	SOAK_FILES=$(FILES) $(RUN) -m pytest -s tests/test_hostile.py tests/tools/test_hostile_checkpoints.py

@@ -369,6 +369,11 @@ def writers(inputs: Path, folder: Path, maps: Path, packed: tuple[Path, Path]) -
             ("maps.h5",),
             shards(0),
         ),
+        # A single shard: workers begin at a random one.
+        "label as a worker": Writer(
+            (*label(folder, inputs / "teacher", "WORK/new/maps"), "--workers-join"),
+            ("new/maps/manifest.json", "new/maps/plan.json"),
+        ),
         "merge": Writer(
             ("tools/score_maps.py", "merge", "WORK/maps.h5"), ("maps.h5",), shards(0, 1)
         ),
@@ -431,6 +436,7 @@ def writers(inputs: Path, folder: Path, maps: Path, packed: tuple[Path, Path]) -
 QUICK = {"store": 6}
 SLOW = (
     *("label", "label, lossless", "label the last shard", "resume labeling", "merge"),
+    "label as a worker",
     *(
         "pack",
         "convert to lossless",

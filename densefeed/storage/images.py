@@ -163,16 +163,20 @@ class Images:
                 problem = f"its size cannot be read ({explain(error)})"
                 raise OSError(None, problem, self.where(index)) from error
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, rows: range | None = None, sized: int = SIZED_FILES) -> str:
         """Hash all paths and labels in order, and the byte sizes of sampled files, by SHA-256.
 
-        The sample is up to 1,024 evenly spaced files.
+        `rows` are consecutive images, by default all. The sample is up to `sized` evenly spaced
+        files of them.
         """
-        lines = (f"{path}\t{label}" for path, label in zip(self.paths, self.labels, strict=True))
+        rows = range(len(self)) if rows is None else rows
+        part = slice(rows.start, rows.stop)
+        names = zip(self.paths[part], self.labels[part], strict=True)
+        lines = (f"{path}\t{label}" for path, label in names)
         digest = hashlib.sha256("\n".join(lines).encode())
-        for index in sample_evenly(len(self), SIZED_FILES).tolist():
+        for place in sample_evenly(len(rows), sized).tolist():
             try:
-                with self.open(index) as file:
+                with self.open(rows[place]) as file:
                     digest.update(str(file.seek(0, io.SEEK_END)).encode())
             # The error is raised when the image itself is read.
             except OSError:

@@ -14,6 +14,15 @@ number of them. --dry-run labels a few batches, writes nothing, and prints the e
 whole pass. At its end a pass prints the teacher's accuracy computed from the stored maps. If that
 is not close to the teacher's own accuracy, do not train on the maps.
 
+Any number of workers, on machines that share a folder, join and leave at any time:
+
+    python tools/relabel_imagenet.py ... --out maps --workers-join
+    python tools/score_maps.py status maps
+
+OUT is then a folder of shards with a manifest, which every command takes like a file, and nothing
+is merged. A worker takes the shard of one that was killed after a minute, and keeps its rows. When
+images were removed, added or repaired, only their shards are labeled again.
+
 The teacher is any timm model, a checkpoint, or a module of your own: --teacher
 package.module:factory, a function that is called without arguments and returns a torch.nn.Module.
 The module needs forward_token_logits (images [N, 3, H, W] to logits [N, K, h, w]), or
@@ -38,10 +47,12 @@ from densefeed.relabel.estimates import estimate_pass
 from densefeed.relabel.labeling import begin_pass, finish_pass
 from densefeed.relabel.rendering import NativeRender
 from densefeed.relabel.scoring import Compile, Precision, choose_compile
+from densefeed.relabel.workers import join_workers
 from densefeed.storage.geometry import Geometry
 from densefeed.storage.images import Images, MaxPixels, limit_pixels
 from densefeed.storage.maintenance import summary
 from densefeed.storage.row_codecs import Absent, Form
+from densefeed.storage.shard_plan import SHARD_IMAGES
 from densefeed.storage.shards import Shard
 from densefeed.system.devices import THREADS, choose_rank_device
 from densefeed.system.errors import UserError, make_command
@@ -57,7 +68,7 @@ class Labeling(Options):
     # images: the folder that holds train/ and val/, or a folder of class folders; the root of
     # --dataset
     data: Path
-    out: Path  # score maps to write, HDF5
+    out: Path  # score maps to write, HDF5; a folder with --workers-join
     # timm model, checkpoint, run folder or package.module:factory; repeat it for an ensemble
     teacher: UseAppendAction[tuple[str, ...]]
     # timm's name of the model, for a checkpoint that does not contain it; once, or for each teacher
@@ -90,12 +101,20 @@ class Labeling(Options):
     # JPEG decoder; native uses pillow for files that it does not read
     decoder: Literal["native", "pillow"] = "native"
     shard: str = ""  # 0/8: label only the first eighth of the images, as an independent job
+    # label shards of --out that no other worker labels, until all are finished
+    workers_join: bool = False
+    # images of a shard with --workers-join, on average
+    shard_images: Count = SHARD_IMAGES
     dry_run: bool = False  # label a few batches, write nothing, print the cost of the whole pass
 
 
 def choose_shard(labeling: Labeling) -> tuple[Shard, torch.device]:
     """Return the shard of this process, given by --shard or torchrun's rank, and its device."""
     size, device = int(os.environ.get("WORLD_SIZE", 1)), choose_rank_device(labeling.device)
+    if labeling.workers_join and labeling.shard:
+        raise UserError("--workers-join divides the images by itself; remove --shard")
+    if labeling.shard_images != SHARD_IMAGES and not labeling.workers_join:
+        raise UserError("--shard-images has no effect without --workers-join; remove it")
     if size == 1:
         return Shard.parse(labeling.shard) if labeling.shard else Shard(0, 1), device
     if labeling.shard or labeling.dry_run:
@@ -146,11 +165,16 @@ def main(labeling: Labeling) -> None:
     # The ranks of torchrun are one command, whose first rank waits for all and merges. Jobs of
     # --shard are independent.
     ranks = shard.of > 1 and not labeling.shard
-    store = finish_pass(work, labeling.out, shard, ranks)
+    if labeling.workers_join:
+        store = join_workers(work, labeling.out, labeling.shard_images)
+    else:
+        store = finish_pass(work, labeling.out, shard, ranks)
     if store is not None:
         print(summary(store))
         accuracy = 100 * measure_accuracy(store)
         print(f"accuracy of the stored maps against the image labels: {accuracy:.1f} %")
+    elif labeling.workers_join:
+        print(f"{labeling.out} is finished")
     elif not ranks:
         print(
             f"{shard.file(labeling.out)} is finished; the job that finishes the last of {shard.of} "

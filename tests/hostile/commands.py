@@ -136,6 +136,7 @@ BOXES = (
     "--json {out}/maps.json",
 )
 MERGE = ("tools.score_maps merge {file}",)
+JOINED = (*STORE, "tools.score_maps status {file}")
 
 
 def damage_file(*names: str) -> Make:
@@ -193,4 +194,5 @@ KINDS = {
     "real": Kind(3, damage_file("real.json"), make_commands(REAL)),
     "boxes": Kind(3, damage_in_folder("images", "boxes.json", "boxes.json"), make_commands(BOXES)),
     "shards": Kind(4, damage_in_folder("shards", "*", "maps.h5"), make_commands(MERGE)),
+    "joined": Kind(8, damage_in_folder("joined", "**/*.*"), make_commands(JOINED)),
 }

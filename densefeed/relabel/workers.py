@@ -1,0 +1,161 @@
+"""Label a dataset with any number of workers, which join and leave at any time.
+
+A worker claims a shard of images by a lease (system/leases.py), labels it into a file of its own,
+and publishes the file (storage/shard_plan.py), until no shard is left.
+"""
+
+import random
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from densefeed.relabel.labeling import Pass, label_rows
+from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, StoreHeader
+from densefeed.storage.shard_plan import (
+    PARTS,
+    SHARD_IMAGES,
+    SHARDS,
+    Plan,
+    PlannedShard,
+    complete,
+    forget_lost_shards,
+    plan_shards,
+    publish,
+    record_key,
+    share_plan,
+)
+from densefeed.storage.shards import absorb, finish
+from densefeed.system.errors import UserError
+from densefeed.system.leases import LEASE_SECONDS, Lease, LeaseLostError, Leases
+from densefeed.system.object_folder import ObjectFolder
+from densefeed.system.progress import tally
+from densefeed.system.terminal import print
+
+# Longest time between looks at the shards of others, seconds.
+POLL_SECONDS = 1.0
+
+
+def join_workers(
+    work: Pass, out: Path, shard_images: int = SHARD_IMAGES, seconds: float = LEASE_SECONDS
+) -> ScoreMapStore | None:
+    """Label shards that no other worker labels, until the whole store at `out` is finished.
+
+    A worker that waits takes the shard of one that has not renewed its lease for `seconds`. Rows
+    that were written by then are kept. A shard with an image that cannot be read is left, and the
+    error is raised when no other shard is left.
+
+    Returns the store in the worker that completes it, None in the others.
+    """
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file; name a folder for --workers-join")
+    plan = plan_shards(work.images, work.header, shard_images)
+    objects = ObjectFolder(out)
+    share_plan(objects, plan)
+    forget_lost_shards(objects, plan)
+    Worker(work, objects, plan, seconds).run()
+    return complete(objects, plan)
+
+
+class Worker:
+    """A process that labels shards of a plan."""
+
+    def __init__(self, work: Pass, objects: ObjectFolder, plan: Plan, seconds: float) -> None:
+        self.work, self.objects, self.plan = work, objects, plan
+        self.leases, self.seconds = Leases(objects, seconds), seconds
+        self.faults: dict[str, UserError] = {}
+
+    def run(self) -> None:
+        """Label shards until none is left."""
+        # Workers that start together begin at different shards.
+        at = random.randrange(len(self.plan.shards))
+        order = self.plan.shards[at:] + self.plan.shards[:at]
+        total = len(self.work.images)
+        with tally("relabel, images", total, self.count_done()) as update:
+            while left := self.list_left(order):
+                claims = [self.label(shard, update) for shard in left]
+                if not any(claims):
+                    time.sleep(min(POLL_SECONDS, self.seconds / 4))
+                update(self.count_done())
+        for fault in self.faults.values():
+            raise fault
+
+    def list_left(self, shards: list[PlannedShard]) -> list[PlannedShard]:
+        """List the shards that are not finished, without those that this worker cannot finish."""
+        there = self.objects.list(SHARDS)
+        return [s for s in shards if f"{s.name}.json" not in there and s.name not in self.faults]
+
+    def is_done(self, shard: PlannedShard) -> bool:
+        """Whether a shard is finished, by any worker."""
+        return self.objects.read(record_key(shard.name)) is not None
+
+    def count_done(self) -> int:
+        """Return the number of images of finished shards."""
+        there = self.objects.list(SHARDS)
+        return sum(len(s.rows) for s in self.plan.shards if f"{s.name}.json" in there)
+
+    def label(self, shard: PlannedShard, update: Callable[[int], None]) -> bool:
+        """Claim, label and publish a shard; False if another worker has it."""
+        if self.is_done(shard) or (lease := self.leases.claim(shard.name)) is None:
+            return False
+        if self.is_done(shard):
+            # It was finished, and its leases removed, since the first look.
+            lease.remove()
+            return False
+        try:
+            with lease.keep():
+                self.label_claimed(shard, lease, update)
+        except (FileNotFoundError, UserError) as error:
+            # Of a worker that was stopped for long, others have finished the shard, and removed its
+            # unfinished file.
+            if isinstance(error, LeaseLostError) or self.is_done(shard):
+                print(f"shard {shard.name} was taken by another worker; this one leaves it")
+            elif isinstance(error, UserError):
+                print(f"shard {shard.name} is left: {error}")
+                self.faults[shard.name] = error
+            else:
+                raise
+        return True
+
+    def label_claimed(
+        self, shard: PlannedShard, lease: Lease, update: Callable[[int], None]
+    ) -> None:
+        """Label a shard, from the rows that earlier holders of its lease wrote, and publish it."""
+        path = self.objects.root / PARTS / f"{shard.name}.{lease.generation}.h5"
+        # Rows are written raw, and converted when all are there.
+        header, images = replace(shard.header, form="raw"), self.work.images
+        part = slice(shard.rows.start, shard.rows.stop)
+        writer = ScoreMapWriter(path, header, images.paths[part], images.labels[part])
+        try:
+            for earlier in range(1, lease.generation):
+                absorb_part(writer, header, path.with_name(f"{shard.name}.{earlier}.h5"))
+            done, others, began = int(writer.done.sum()), self.count_done(), time.monotonic()
+
+            def report(count: int) -> None:
+                lease.report(count, (count - done) / max(time.monotonic() - began, 1e-9))
+                update(others + count)
+
+            report(done)
+            speed = label_rows(self.work, writer, shard.rows.start, report)
+            finish(writer, path, shard.header.form).close()
+        finally:
+            writer.close()
+        if publish(self.objects, shard, path):
+            print(f"shard {shard.name}: {speed}")
+        self.remove_work(lease)
+
+    def remove_work(self, lease: Lease) -> None:
+        """Remove the files of all holders of the lease of a finished shard."""
+        # The parts first: a lease of this generation may be created again.
+        for generation in range(1, lease.generation + 1):
+            for ending in ("", ".part"):
+                self.objects.remove(f"{PARTS}/{lease.name}.{generation}.h5{ending}")
+        lease.remove()
+
+
+def absorb_part(writer: ScoreMapWriter, header: StoreHeader, path: Path) -> None:
+    """Copy the rows of an earlier holder's file; from one that is damaged, none."""
+    for file in (path, Path(f"{path}.part")):
+        with suppress(UserError):
+            absorb(writer, header, [file])

@@ -1,0 +1,304 @@
+"""A store that many workers write: the shards of its images, their records, and the manifest.
+
+    maps/plan.json                          header of the maps, and the shards of the images
+    maps/leases/<name>.<generation>         who labels a shard
+    maps/parts/<name>.<generation>.h5.part  rows of an unfinished shard
+    maps/shards/<name>-<sum>.h5             a finished shard
+    maps/shards/<name>.json                 its record
+    maps/manifest.json                      all records: the finished store
+
+A finished file is published under a name that contains its checksum. Its shard is finished once its
+record exists, which is created once, so a late worker's file is the same one, or it is refused. The
+last record completes the store: its manifest is written, and nothing is merged.
+
+The name of a shard is a hash of its header and images. When images are removed, added or mended,
+shards whose images are the same keep their names, and only the others are labeled again.
+"""
+
+import hashlib
+import json
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from densefeed.storage.images import Images
+from densefeed.storage.score_maps import ScoreMapStore
+from densefeed.storage.store_file import StoreFile, StoreHeader
+from densefeed.storage.store_folder import MANIFEST, Manifest, StoredShard, hash_file, is_shard
+from densefeed.system.errors import UserError
+from densefeed.system.files import make_folder, name_errors, name_once, sync_folder
+from densefeed.system.json_files import parse_json
+from densefeed.system.leases import FOLDER as LEASES
+from densefeed.system.leases import LEASE_SECONDS, list_holders
+from densefeed.system.object_folder import TEMPORARY as PARTS
+from densefeed.system.object_folder import ObjectFolder
+from densefeed.system.terminal import print
+
+PLAN, SHARDS = "plan.json", "shards"
+# Images of a shard, on average: 59 MB of raw rows at S = 18, k = 5.
+SHARD_IMAGES = 8192
+# Files of a shard whose sizes are in its fingerprint.
+SIZED_FILES = 16
+# Digits of a hash in names. Of a million shards two have the same 64 bits once in 3 x 10^7 stores.
+DIGITS = 16
+
+
+class PlannedShard(NamedTuple):
+    """A shard of a dataset that is to be labeled."""
+
+    name: str
+    rows: range  # its images in the dataset
+    header: StoreHeader  # of its file
+
+
+class Plan(NamedTuple):
+    """The division of a dataset into shards: every worker computes the same."""
+
+    header: StoreHeader  # of the whole store
+    shard_images: int
+    shards: list[PlannedShard]
+
+    def to_json(self) -> bytes:
+        """Encode as JSON what a display needs, and what all workers must have in common."""
+        header = json.loads(self.header.to_json())
+        shards = [[shard.name, len(shard.rows)] for shard in self.shards]
+        plan = {"header": header, "shard_images": self.shard_images, "shards": shards}
+        return json.dumps(plan).encode()
+
+
+class StoredPlan(NamedTuple):
+    """A plan as `to_json` wrote it."""
+
+    header: StoreHeader
+    shard_images: int
+    shards: dict[str, int]  # images by name, in order
+
+
+class Status(NamedTuple):
+    """Progress of all workers."""
+
+    shards: int
+    shards_done: int
+    images: int
+    images_done: int  # of finished and unfinished shards
+    workers: int
+    rate: float  # images per second of all workers that label now
+
+    def lines(self) -> list[str]:
+        """Describe it for the terminal."""
+        left = (self.images - self.images_done) / self.rate if self.rate else None
+        remaining = "" if left is None else f", {left / 3600:,.1f} hours left"
+        if left is not None and left < 3600:
+            remaining = f", {left / 60:,.1f} minutes left"
+        return [
+            f"{self.shards_done:,} of {self.shards:,} shards are finished, "
+            f"{self.images_done:,} of {self.images:,} images are labeled",
+            f"{self.workers:,} workers, {self.rate:,.1f} images/s{remaining}",
+        ]
+
+
+# ---------------------------------------------------------------------------------------- the plan
+
+
+def plan_shards(images: Images, header: StoreHeader, size: int) -> Plan:
+    """Divide images into shards of about `size` images each."""
+    shards = []
+    for rows in split_images(images.paths, size):
+        own = replace(header, fingerprint=images.fingerprint(rows, SIZED_FILES))
+        name = hashlib.sha256(own.to_json().encode()).hexdigest()[:DIGITS]
+        shards.append(PlannedShard(name, rows, own))
+    return Plan(header, size, shards)
+
+
+def split_images(paths: list[str], size: int) -> list[range]:
+    """Divide images into consecutive ranges of half to twice `size` images, on average `size`.
+
+    A range ends where the hash of the next path is a multiple of half the size. So where ranges end
+    depends on the paths nearby, not on how many images come before: a removed image changes its own
+    range and, with few exceptions, no other.
+    """
+    least, most = max(1, size // 2), 2 * size
+    hashes = np.array([zlib.crc32(path.encode(errors="surrogateescape")) for path in paths])
+    marks, ranges, first = np.flatnonzero(hashes % least == 0), [], 0
+    while first < len(paths):
+        after = marks[np.searchsorted(marks, first + least) :]
+        end = int(after[0]) if len(after) else len(paths)
+        ranges.append(range(first, min(end, first + most, len(paths))))
+        first = ranges[-1].stop
+    return ranges
+
+
+def read_plan(objects: ObjectFolder) -> StoredPlan:
+    """Read the plan of a labeling; UserError if there is none, or it is damaged."""
+    path = objects.root / PLAN
+    if (content := objects.read(PLAN)) is None:
+        raise UserError(
+            f"{path}: there is no such file; start the labeling with "
+            "tools/relabel_imagenet.py --workers-join"
+        )
+    try:
+        values = parse_json(content)
+        header, size, shards = (values[key] for key in ("header", "shard_images", "shards"))
+        rows = {str(name): int(count) for name, count in shards}
+        text = json.dumps(header).encode()
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"{path} is damaged; remove it and run the labeling again") from None
+    return StoredPlan(StoreHeader.from_json(text, path), size, rows)
+
+
+def share_plan(objects: ObjectFolder, plan: Plan) -> None:
+    """Write the plan, unless another worker did; UserError if that one labels something else.
+
+    Images may have changed, as long as a shard of the earlier plan is left, or none was finished.
+    """
+    if objects.create(PLAN, plan.to_json()) or objects.read(PLAN) == plan.to_json():
+        return
+    theirs, out = read_plan(objects), objects.root
+    replace(plan.header, fingerprint=theirs.header.fingerprint).check_same(theirs.header, out)
+    if plan.shard_images != theirs.shard_images:
+        raise UserError(
+            f"{out} was started with --shard-images {theirs.shard_images}, not "
+            f"{plan.shard_images}; give the same or choose another --out"
+        )
+    new = [shard for shard in plan.shards if shard.name not in theirs.shards]
+    there = objects.list(SHARDS)
+    if len(new) == len(plan.shards) and any(f"{name}.json" in there for name in theirs.shards):
+        raise UserError(f"{out} was started for another dataset; remove it or choose another --out")
+    objects.replace(PLAN, plan.to_json())
+    print(f"{out}: images have changed, {len(new):,} of {len(plan.shards):,} shards are new")
+
+
+# ------------------------------------------------------------------------------------- publication
+
+
+def record_key(name: str) -> str:
+    """Return the file of a shard's record."""
+    return f"{SHARDS}/{name}.json"
+
+
+def read_record(objects: ObjectFolder, name: str) -> StoredShard | None:
+    """Read the record of a shard, None if it is not finished; UserError if it is damaged."""
+    if (content := objects.read(record_key(name))) is None:
+        return None
+    try:
+        if is_shard(record := parse_json(content)):
+            return StoredShard(**record)
+    except ValueError:
+        pass
+    raise UserError(
+        f"{objects.root / record_key(name)} is damaged; remove it and run the labeling again"
+    )
+
+
+def publish(objects: ObjectFolder, shard: PlannedShard, path: Path) -> bool:
+    """Give the finished file at `path` its name and create its record.
+
+    Returns False if another worker has published other bytes before, which stay.
+    """
+    digest = hash_file(path)
+    name = f"{SHARDS}/{shard.name}-{digest[:DIGITS]}.h5"
+    final = objects.root / name
+    make_folder(final.parent)
+    with name_errors(final):
+        # A file of this name has the same bytes.
+        name_once(path, final)
+        sync_folder(final.parent)
+    size, fingerprint = final.stat().st_size, shard.header.fingerprint
+    record = StoredShard(name, len(shard.rows), size, digest, fingerprint)
+    if objects.create(record_key(shard.name), json.dumps(record._asdict()).encode()):
+        return True
+    first = read_record(objects, shard.name)
+    if first is None or first.sha256 == digest:
+        return True
+    final.unlink(missing_ok=True)
+    print(f"shard {shard.name}: another worker published other bytes before; these are dropped")
+    return False
+
+
+def forget_lost_shards(objects: ObjectFolder, plan: Plan) -> None:
+    """Remove the records of shards whose files are gone or cut, so that they are labeled again."""
+    for shard in plan.shards:
+        if (record := read_record(objects, shard.name)) is None:
+            continue
+        path = objects.root / record.file
+        if not path.is_file() or path.stat().st_size != record.bytes:
+            objects.remove(record_key(shard.name))
+            path.unlink(missing_ok=True)
+            print(f"{path} is missing or was cut; its {record.rows:,} images are labeled again")
+
+
+def redo_images(folder: Path, images: tuple[str, ...], /) -> None:
+    """Remove the shards of images, by their paths in the dataset, so that they are labeled again.
+
+    The same command as before then labels these shards, and writes the manifest again.
+    """
+    objects, left = ObjectFolder(folder), set(images)
+    for name in read_plan(objects).shards:
+        if (record := read_record(objects, name)) is None:
+            continue
+        if not (here := left.intersection(StoreFile(folder / record.file).paths())):
+            continue
+        left -= here
+        # The record first: a shard without a file is no finished one.
+        objects.remove(record_key(name))
+        objects.remove(record.file)
+        print(f"{folder / record.file} was removed; label its {record.rows:,} images again")
+    if left:
+        raise UserError(
+            f"no finished shard of {folder} has the image {min(left)}; name images by their paths "
+            "in the dataset, such as cat/001.jpg"
+        )
+
+
+def complete(objects: ObjectFolder, plan: Plan) -> ScoreMapStore | None:
+    """Write the manifest of a store that has all shards, and remove all that is no part of it.
+
+    Returns None if another worker wrote it before. UserError if the images have changed since this
+    worker joined.
+    """
+    if objects.read(PLAN) != plan.to_json():
+        raise UserError(
+            f"the images of {objects.root} have changed since this worker joined; run it again"
+        )
+    records = [read_record(objects, shard.name) for shard in plan.shards]
+    if None in records:
+        raise UserError(f"shards of {objects.root} were removed in the meantime; run it again")
+    content = Manifest(plan.header, tuple(records)).to_json()
+    first = objects.read(MANIFEST) != content
+    if first:
+        objects.replace(MANIFEST, content)
+    shards = {record_key(shard.name) for shard in plan.shards} | {r.file for r in records}
+    for name in objects.list(SHARDS):
+        if f"{SHARDS}/{name}" not in shards:
+            objects.remove(f"{SHARDS}/{name}")
+    objects.remove_all(PARTS)
+    objects.remove_all(LEASES)
+    return ScoreMapStore(objects.root) if first else None
+
+
+# ------------------------------------------------------------------------------------------ status
+
+
+def measure_status(out: Path, seconds: float = LEASE_SECONDS) -> Status:
+    """Count what all workers have done and do now, from the files of the store alone."""
+    objects = ObjectFolder(out)
+    shards, there = read_plan(objects).shards, objects.list(SHARDS)
+    done = [rows for name, rows in shards.items() if f"{name}.json" in there]
+    left = [name for name in shards if f"{name}.json" not in there]
+    beats = list_holders(objects, left, seconds)
+    images = sum(done) + sum(beat.done for beat in beats)
+    rate = sum(beat.rate for beat in beats)
+    workers = len({beat.worker for beat in beats})
+    return Status(len(shards), len(done), sum(shards.values()), images, workers, rate)
+
+
+def print_status(out: Path, /) -> None:
+    """Print the progress of the workers that label into the folder OUT, their rate and time left.
+
+    It can be run on any machine that sees the folder.
+    """
+    for line in measure_status(out).lines():
+        print(line)

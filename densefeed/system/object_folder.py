@@ -1,0 +1,89 @@
+"""Small files in a folder that several machines share, with the calls that object stores have.
+
+A file is created only if it does not exist, or replaced, or removed: always as a whole, so no
+process ever reads a part of one. These calls are what leases and records need, and are all that
+S3-like storage has.
+"""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from uuid import uuid4
+
+from densefeed.system.files import make_folder, name_errors, name_once, replace_file, sync_folder
+
+# Where files are written before they get their names. A process that is killed leaves them here.
+TEMPORARY = "parts"
+
+
+class ObjectFolder:
+    """The files below `root`, by names such as `leases/x`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Write a file and return True, unless there is one of that name already.
+
+        Of several processes that create one name at the same time, one gets True.
+        """
+        path = self.root / name
+        while not path.exists():
+            make_folder(path.parent)
+            make_folder(self.root / TEMPORARY)
+            # Another process may remove a folder, once it is empty.
+            with suppress(FileNotFoundError):
+                return self._create(path, content)
+        return False
+
+    def _create(self, path: Path, content: bytes) -> bool:
+        part = self.root / TEMPORARY / f"{uuid4().hex}.part"
+        try:
+            with name_errors(path):
+                with open(part, "xb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+                created = name_once(part, path)
+                sync_folder(path.parent)
+                return created
+        finally:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+
+    def replace(self, name: str, content: bytes) -> None:
+        """Write a file, in place of one of that name if there is one."""
+        with replace_file(self.root / name) as part:
+            part.write_bytes(content)
+
+    def read(self, name: str) -> bytes | None:
+        """Return the content of a file; None if there is none."""
+        try:
+            return (self.root / name).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def list(self, folder: str) -> dict[str, float]:
+        """Return the files of a folder: the time of their last change by name, seconds."""
+        times = {}
+        with suppress(FileNotFoundError), os.scandir(self.root / folder) as entries:
+            for entry in entries:
+                if entry.name.endswith(".part"):
+                    continue
+                # It may be removed in the meantime.
+                with suppress(FileNotFoundError):
+                    times[entry.name] = entry.stat().st_mtime
+        return times
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+        (self.root / name).unlink(missing_ok=True)
+
+    def remove_all(self, folder: str) -> None:
+        """Remove a folder with its files, temporary ones included, and no folders in it."""
+        path = self.root / folder
+        # Another process may do the same, or write a file, which then stays.
+        with suppress(OSError):
+            for file in path.iterdir():
+                file.unlink(missing_ok=True)
+            path.rmdir()

@@ -1,0 +1,473 @@
+"""Workers that share a folder: they join, leave, are killed and stop at any time.
+
+The reference is one undisturbed worker, whose shards are compared byte by byte.
+"""
+
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from densefeed.relabel import workers
+from densefeed.relabel.labeling import begin_pass, finish_pass
+from densefeed.relabel.teacher import Teacher
+from densefeed.relabel.workers import join_workers
+from densefeed.storage.images import Images
+from densefeed.storage.score_maps import ScoreMapStore
+from densefeed.storage.shard_plan import (
+    LEASES,
+    PARTS,
+    PLAN,
+    SHARDS,
+    measure_status,
+    plan_shards,
+    publish,
+    redo_images,
+)
+from densefeed.storage.store_folder import MANIFEST
+from densefeed.system.errors import UserError
+from densefeed.system.object_folder import ObjectFolder
+
+ROOT = Path(__file__).parents[2]
+KILLS = int(os.environ.get("SOAK_KILLS", 3))
+COUNT, SIZE = 64, 8
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory) -> Path:
+    """64 small JPEGs in two classes."""
+    root, rng = tmp_path_factory.mktemp("many"), np.random.default_rng(0)
+    for number in range(COUNT):
+        path = root / ("cat", "dog")[number % 2] / f"{number:03d}.jpg"
+        path.parent.mkdir(exist_ok=True)
+        coarse = Image.fromarray(rng.integers(0, 256, (5, 6, 3), dtype=np.uint8))
+        coarse.resize((int(rng.integers(40, 90)), 50), Image.Resampling.BICUBIC).save(path)
+    return root
+
+
+def begin(folder: Path, top_k: int = 2, form: str = "raw", size: int = 64):
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    config = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4), "interpolation": "bilinear"}
+    teacher = Teacher(timm.create_model("test_resnet", num_classes=2), size, "squash", config)
+    options = dict(top_k=top_k, batch=4, threads=1, absent="tail", form=form)
+    return begin_pass(Images(folder), teacher, "t", **options)
+
+
+def join(folder: Path, out: Path, seconds: float = 5, images: int = SIZE, **options):
+    return join_workers(begin(folder, **options), out, images, seconds)
+
+
+def files(out: Path) -> dict[str, bytes]:
+    """The content of a store by the names of its files."""
+    return {
+        str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(many, tmp_path_factory, one_thread) -> Path:
+    """The store of one undisturbed worker."""
+    out = tmp_path_factory.mktemp("whole") / "maps"
+    assert join(many, out).path == out
+    return out
+
+
+def test_one_worker_gives_the_rows_of_a_single_file(many, whole, tmp_path):
+    """Shards may end in smaller batches, where a convolution may sum in another order."""
+    work = begin(many)
+    one, ours = finish_pass(work, tmp_path / "maps.h5"), ScoreMapStore(whole)
+    assert len(ours._file.files) > 3
+    assert ours.header == one.header
+    assert ours.paths() == one.paths()
+    np.testing.assert_array_equal(ours.labels, one.labels)
+    ids = np.random.default_rng(0).permutation(COUNT)
+    for mine, theirs in zip(ours.rows(ids), one.rows(ids), strict=True):
+        np.testing.assert_allclose(mine.astype(np.float64), theirs.astype(np.float64), atol=0.02)
+    # Nothing is left of the work.
+    assert sorted(path.name for path in whole.iterdir()) == [MANIFEST, PLAN, SHARDS]
+    assert join(many, whole) is None
+
+
+@pytest.mark.parametrize("form", ["lossless", "compact"])
+def test_workers_write_every_form(many, whole, tmp_path, form):
+    store, raw = join(many, tmp_path / "maps", form=form), ScoreMapStore(whole)
+    ids = np.random.default_rng(0).permutation(COUNT)
+    assert store.header.form == form
+    for mine, theirs in zip(store.rows(ids), raw.rows(ids), strict=True):
+        if form == "lossless":
+            np.testing.assert_array_equal(mine, theirs)
+    if form == "compact":
+        errors = [ScoreMapStore(file.path).error for file in store._file.files]
+        assert store.error.probability_max == max(error.probability_max for error in errors)
+        assert 0 < store.error.variation_mean < store.error.variation_max < 0.01
+
+
+def test_two_workers_divide_the_shards(many, whole, tmp_path, monkeypatch):
+    """Two at once, as threads: each shard is labeled once, and one of them completes the store."""
+    labeled, real = [], workers.label_rows
+
+    def label_rows(work, writer, start, update):
+        labeled.append(start)
+        return real(work, writer, start, update)
+
+    monkeypatch.setattr(workers, "label_rows", label_rows)
+    works, made = [begin(many) for _ in range(2)], []
+    threads = [
+        threading.Thread(target=lambda w=w: made.append(join_workers(w, tmp_path / "maps", SIZE)))
+        for w in works
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(labeled) == [shard.rows.start for shard in plan(many).shards]
+    assert files(tmp_path / "maps") == files(whole)
+    assert any(store is not None for store in made)
+
+
+def plan(folder: Path):
+    work = begin(folder)
+    return plan_shards(work.images, work.header, SIZE)
+
+
+def stop_after(patch, batches: int) -> None:
+    """Raise KeyboardInterrupt after `batches` scored batches."""
+    from densefeed.relabel.scoring import Scorer
+
+    begin, calls = Scorer.begin, iter(range(10**9))
+
+    def begun(self, *words):
+        if next(calls) == batches:
+            raise KeyboardInterrupt
+        return begin(self, *words)
+
+    patch.setattr(Scorer, "begin", begun)
+
+
+def test_a_worker_continues_with_the_rows_of_one_that_left(many, whole, tmp_path, monkeypatch):
+    """A released lease is taken at once; no batch is scored twice."""
+    from densefeed.relabel.scoring import Scorer
+
+    out = tmp_path / "maps"
+    with monkeypatch.context() as patch:
+        stop_after(patch, 6)
+        with pytest.raises(KeyboardInterrupt):
+            join(many, out, images=32)
+    status = measure_status(out)
+    assert status.images == COUNT
+    assert status.workers == 0
+    scored, begin_batch = [], Scorer.begin
+    monkeypatch.setattr(
+        Scorer, "begin", lambda self, *w: (scored.append(w[1]), begin_batch(self, *w))[1]
+    )
+    monkeypatch.setattr(workers.time, "sleep", lambda seconds: pytest.fail("waited"))
+    work = begin(many)
+    scored.clear()
+    store = join_workers(work, out, 32, 60)
+    assert sum(scored) <= COUNT - 5 * 4
+    want = join(many, tmp_path / "want", images=32)
+    for ours, theirs in zip(store.rows(np.arange(COUNT)), want.rows(np.arange(COUNT)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_late_worker_is_identical_or_refused(many, whole, tmp_path, capsys):
+    out = shutil.copytree(whole, tmp_path / "maps")
+    objects, shard = ObjectFolder(out), plan(many).shards[1]
+    before = files(out)
+    (finished,) = (out / SHARDS).glob(f"{shard.name}-*.h5")
+    late = out / PARTS / "late.h5"
+    late.parent.mkdir()
+    shutil.copy(finished, late)
+    assert publish(objects, shard, late)
+    late.unlink(missing_ok=True)
+    assert files(out) == before
+    late.write_bytes(finished.read_bytes() + b"x")
+    assert not publish(objects, shard, late)
+    late.unlink(missing_ok=True)
+    assert "published other bytes before" in capsys.readouterr().out
+    assert files(out) == before
+
+
+def test_a_worker_that_lost_its_lease_leaves_the_shard(many, whole, tmp_path, monkeypatch, capsys):
+    """While a worker labels its first shard, another one takes and finishes it."""
+    out, real, taken = tmp_path / "maps", workers.label_rows, []
+
+    def label_rows(work, writer, start, update):
+        if not taken:
+            taken.append(start)
+            # As if the first worker was stopped for longer than its lease.
+            monkeypatch.setattr(workers.Leases, "_is_free", lambda *words: True)
+            assert join(many, out) is not None
+            # The next renewal finds that it is gone.
+            time.sleep(0.8)
+        return real(work, writer, start, update)
+
+    monkeypatch.setattr(workers, "label_rows", label_rows)
+    assert join(many, out, seconds=2) is None
+    assert "was taken by another worker; this one leaves it" in capsys.readouterr().out
+    assert files(out) == files(whole)
+
+
+def test_the_status_counts_finished_and_unfinished_shards(many, tmp_path, monkeypatch):
+    out, real, seen = tmp_path / "maps", workers.label_rows, []
+
+    def label_rows(work, writer, start, update):
+        before = measure_status(out)
+
+        def updated(count: int) -> None:
+            update(count)
+            # Once, after a batch of a shard of several, until the thread of the lease reports it.
+            if before.shards_done and not seen and count < len(writer.done):
+                wait_for(lambda: measure_status(out).rate > 0)
+                seen.append((measure_status(out), before.images_done + count))
+
+        return real(work, writer, start, updated)
+
+    monkeypatch.setattr(workers, "label_rows", label_rows)
+    join(many, out, seconds=1)
+    ((status, images),) = seen
+    assert (status.workers, status.images, status.images_done) == (1, COUNT, images)
+    assert 0 < status.shards_done < status.shards
+    last = measure_status(out)
+    assert last == (last.shards, last.shards, COUNT, COUNT, 0, 0)
+
+
+@pytest.mark.slow
+def test_the_commands_write_and_read_a_folder(many, tmp_path, command):
+    """Two workers label, and what reads score maps takes the folder."""
+    weights, out = tmp_path / "teacher.safetensors", tmp_path / "maps"
+    torch.manual_seed(0)
+    save_file(timm.create_model("test_resnet", num_classes=2).state_dict(), weights)
+    words = ["tools/relabel_imagenet.py", "--data", many, "--teacher", weights]
+    words += ["--model", "test_resnet", "--input-size", 64, "--top-k", 2, "--threads", 1]
+    words += ["--device", "cpu", "--out", out]
+    assert "has no effect without" in command(*words, "--shard-images", 8).stderr
+    words += ["--workers-join", "--shard-images", 8]
+    assert "remove --shard" in command(*words, "--shard", "0/2").stderr
+    first = command(*words)
+    assert first.returncode == 0, first.stderr
+    assert "accuracy of the stored maps" in first.stdout
+    assert f"{out} is finished" in command(*words).stdout
+    shown = command("tools/score_maps.py", "status", out)
+    assert "64 of 64 images are labeled" in shown.stdout, shown.stderr
+    assert "no faults" in command("tools/score_maps.py", "verify", out).stdout
+    audit = command("tools/audit.py", out, "--data", many)
+    assert "all 64 rows are labeled" in audit.stdout + audit.stderr
+    run = ["train.py", "lvvit_micro_token_label", "--loader", "folder", "--data", many]
+    run += ["--val", many, "--score-maps", out, "--out", tmp_path / "run", "--size", 32]
+    run += ["--batch", 32, "--epochs", 1, "--threads", 1, "--device", "cpu"]
+    trained = command(*run)
+    assert trained.returncode == 0, trained.stderr
+
+
+# ------------------------------------------------------------------------- changed images
+
+
+def names(folder: Path) -> list[str]:
+    return [shard.name for shard in plan(folder).shards]
+
+
+def test_only_the_shards_of_changed_images_are_labeled_again(many, tmp_path, capsys):
+    folder, out = shutil.copytree(many, tmp_path / "images"), tmp_path / "maps"
+    join(folder, out)
+    before, shards = files(out), plan(folder).shards
+    # The image in the middle of a shard, which no boundary depends on.
+    rows = max(shards, key=lambda shard: len(shard.rows)).rows
+    (folder / Images(folder).paths[rows[len(rows) // 2]]).unlink()
+    kept = set(names(folder)) & {shard.name for shard in shards}
+    assert len(kept) == len(shards) - 1
+    capsys.readouterr()
+    store = join(folder, out)
+    assert f"images have changed, 1 of {len(shards)} shards are new" in capsys.readouterr().out
+    assert len(store) == COUNT - 1
+    assert store.paths() == Images(folder).paths
+    store.check(Images(folder).fingerprint(), folder)
+    after = files(out)
+    same = {name for name in before if name in after and name.endswith(".h5")}
+    assert {name.split("/")[1].split("-")[0] for name in same} == kept
+    assert all(before[name] == after[name] for name in same)
+    assert len([name for name in after if name.endswith(".h5")]) == len(shards)
+
+
+def test_a_replaced_image_is_labeled_again_by_name(many, whole, tmp_path):
+    """Its path and size are the same, so nothing else shows that it is another."""
+    folder, out = shutil.copytree(many, tmp_path / "images"), shutil.copytree(whole, tmp_path / "m")
+    (shard,) = [shard for shard in plan(folder).shards if 20 in shard.rows]
+    name = Images(folder).paths[20]
+    with pytest.raises(UserError, match=r"no finished shard of .*m has the image cat/x.jpg; name"):
+        redo_images(out, ("cat/x.jpg",))
+    assert files(out) == files(whole)
+    pixels, size = np.asarray(Image.open(folder / name)), (folder / name).stat().st_size
+    Image.fromarray(255 - pixels).save(folder / name, quality=40)
+    (folder / name).write_bytes((folder / name).read_bytes().ljust(size, b"\0"))
+    assert plan(folder).to_json() == plan(many).to_json()
+    assert join(folder, out) is None
+    redo_images(out, (name,))
+    assert measure_status(out).images_done == COUNT - len(shard.rows)
+    with pytest.raises(UserError, match=rf"{shard.name}.*there is no such file"):
+        ScoreMapStore(out)
+    redone, before = join(folder, out), ScoreMapStore(whole)
+    ids = np.arange(COUNT)
+    changed = (redone.rows(ids).logit != before.rows(ids).logit).any((1, 2, 3))
+    assert np.flatnonzero(changed).tolist() == [20]
+
+
+def test_an_image_that_cannot_be_read_stops_its_shard_alone(many, whole, tmp_path):
+    folder, out = shutil.copytree(many, tmp_path / "images"), tmp_path / "maps"
+    path = folder / Images(folder).paths[20]
+    sound = path.read_bytes()
+    path.write_bytes(sound[:200])
+    with pytest.raises(UserError, match=path.name):
+        join(folder, out)
+    status = measure_status(out)
+    assert status.shards_done == status.shards - 1
+    assert not (out / MANIFEST).exists()
+    with pytest.raises(UserError, match=r"maps is a folder without manifest.json"):
+        ScoreMapStore(out)
+    path.write_bytes(sound)
+    assert len(join(folder, out)) == COUNT
+    assert files(out) == files(whole)
+
+
+def test_a_repaired_image_of_the_only_shard_is_no_other_dataset(many, tmp_path):
+    """No shard of the first plan is left, but none of them was finished."""
+    folder, out = shutil.copytree(many, tmp_path / "images"), tmp_path / "maps"
+    path = folder / Images(folder).paths[0]
+    sound = path.read_bytes()
+    path.write_bytes(sound[:200])
+    with pytest.raises(UserError, match=path.name):
+        join(folder, out, images=200)
+    path.write_bytes(sound)
+    assert len(join(folder, out, images=200)) == COUNT
+
+
+def test_a_shard_that_is_gone_or_cut_is_labeled_again(many, whole, tmp_path, capsys):
+    out = shutil.copytree(whole, tmp_path / "maps")
+    first, second = sorted((out / SHARDS).glob("*.h5"))[:2]
+    first.unlink()
+    os.truncate(second, 1000)
+    with pytest.raises(UserError, match=rf"{first}: there is no such file|{second}"):
+        ScoreMapStore(out)
+    join(many, out)
+    assert capsys.readouterr().out.count("are labeled again") == 2
+    assert files(out) == files(whole)
+
+
+def test_other_options_are_refused_by_name(many, whole, tmp_path):
+    out = shutil.copytree(whole, tmp_path / "maps")
+    before = files(out)
+    with pytest.raises(UserError, match=r"started with another top k \(2, not 1\)"):
+        join(many, out, top_k=1)
+    with pytest.raises(UserError, match=r"started with --shard-images 8, not 9"):
+        join(many, out, images=9)
+    other = shutil.copytree(many, tmp_path / "other")
+    for path in sorted(other.rglob("*.jpg")):
+        path.rename(path.with_name(f"x{path.name}"))
+    with pytest.raises(UserError, match=r"maps was started for another dataset; remove it"):
+        join(other, out)
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(UserError, match=r"file is a file; name a folder for --workers-join"):
+        join(many, tmp_path / "file")
+    assert files(out) == before
+
+
+# ------------------------------------------------------------------------- kills
+
+
+class SlowRender:
+    """Renders images, and takes long enough to be killed meanwhile."""
+
+    def __init__(self, render) -> None:
+        self.render = render
+
+    def __call__(self, index: int, out: np.ndarray):
+        time.sleep(0.06)
+        return self.render(index, out)
+
+
+def work_until_done(folder: Path, out: Path) -> None:
+    """A worker in a process of its own, whose leases last a second."""
+    work = begin(folder)
+    join_workers(replace(work, render=SlowRender(work.render)), out, SIZE, seconds=1)
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """A function that starts workers with all modules imported, as children of a fork server."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["densefeed.relabel.workers", "timm"])
+    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
+    os.environ |= {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", "OMP_NUM_THREADS": "1"}
+    context.Process(target=int).start()
+
+    def start(*words):
+        process = context.Process(target=work_until_done, args=words)
+        process.start()
+        return process
+
+    yield start
+    for name, value in before.items():
+        os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+@pytest.mark.slow
+def test_workers_killed_at_random_times_lose_no_row(many, whole, tmp_path, processes):
+    """Four workers; after each SIGKILL another joins, and one is stopped for longer than its lease.
+
+    `make soak` kills 20 times.
+    """
+    seed = 0 if KILLS == 3 else int.from_bytes(os.urandom(4))
+    draws, kills, resumed, rounds = random.Random(seed), 0, 0, 0
+    while kills < KILLS:
+        out = tmp_path / f"maps-{rounds}"
+        alive = [processes(many, out) for _ in range(5)]
+        stopped = alive.pop()
+        try:
+            wait_for(lambda out=out: list((out / SHARDS).glob("*.json")))
+            os.kill(stopped.pid, signal.SIGSTOP)
+            while kills < KILLS and all(child.is_alive() for child in alive):
+                time.sleep(draws.uniform(0.1, 0.5))
+                child = alive.pop(draws.randrange(4))
+                child.kill()
+                child.join()
+                kills += child.exitcode == -signal.SIGKILL
+                alive.append(processes(many, out))
+                resumed = max(resumed, *map(generation, (out / LEASES).glob("*.*")), 0)
+            wait_for(lambda out=out: (out / MANIFEST).exists())
+            os.kill(stopped.pid, signal.SIGCONT)
+            for child in [*alive, stopped]:
+                child.join(120)
+            assert {child.exitcode for child in [*alive, stopped]} == {0}
+        finally:
+            for child in [*alive, stopped]:
+                child.kill()
+        assert files(out) == files(whole)
+        rounds += 1
+    # Some of them held leases.
+    assert resumed > 1
+    print(f"seed {seed}: {kills} kills in {rounds} passes, up to {resumed} holders of a shard")
+
+
+def generation(lease: Path) -> int:
+    return int(suffix) if (suffix := lease.suffix[1:]).isdecimal() else 0
+
+
+def wait_for(condition, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)

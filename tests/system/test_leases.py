@@ -1,0 +1,163 @@
+"""Leases: one holder at a time, whatever the others do."""
+
+import multiprocessing
+import os
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from densefeed.system import leases as module
+from densefeed.system.leases import Beat, LeaseLostError, Leases, lease_key, list_holders
+from densefeed.system.object_folder import ObjectFolder
+
+LEASES = int(os.environ.get("SOAK_LEASES", 100))
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock of this process, which the test sets."""
+    now = [1000.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    return now
+
+
+def two_workers(folder: Path, seconds: float = 10) -> tuple[Leases, Leases]:
+    return Leases(ObjectFolder(folder), seconds), Leases(ObjectFolder(folder), seconds)
+
+
+def test_a_lease_that_is_renewed_is_never_taken(tmp_path, clock):
+    first, second = two_workers(tmp_path)
+    lease = first.claim("a")
+    assert first.claim("a") is None
+    for _ in range(50):
+        assert second.claim("a") is None
+        clock[0] += 9
+        lease.renew()
+        lease.report(1, 1.0)
+    assert second.claim("b").generation == 1
+
+
+def test_a_lease_that_is_not_renewed_is_taken_once(tmp_path, clock):
+    """The time counts from the first look of whoever takes it: no clocks are compared."""
+    first, second = two_workers(tmp_path)
+    third = Leases(ObjectFolder(tmp_path), 10)
+    lease = first.claim("a")
+    clock[0] += 1000
+    assert second.claim("a") is None
+    clock[0] += 9.9
+    assert second.claim("a") is None
+    assert third.claim("a") is None
+    clock[0] += 0.1
+    taken = second.claim("a")
+    assert taken.generation == 2
+    clock[0] += 0.1
+    # It has seen the first holder's lease, and the second one's not yet.
+    assert third.claim("a") is None
+    with pytest.raises(LeaseLostError, match="the lease of a was lost"):
+        lease.report(1, 1.0)
+    lease.renew()
+    assert ObjectFolder(tmp_path).read(lease_key("a", 1)) == Beat(lease.beat.worker).to_json()
+
+
+def test_a_holder_that_was_stopped_looks_whether_another_took_its_lease(tmp_path, clock):
+    first, second = two_workers(tmp_path)
+    lease = first.claim("a")
+    assert second.claim("a") is None
+    clock[0] += 11
+    lease.report(1, 1.0)
+    # It was renewed, so the second one waits for the whole time again.
+    assert second.claim("a") is None
+    clock[0] += 11
+    assert second.claim("a").generation == 2
+    with pytest.raises(LeaseLostError):
+        lease.report(1, 1.0)
+
+
+def test_a_holder_whose_file_is_gone_writes_no_other(tmp_path):
+    """The leases of finished work are removed while a late holder still works."""
+    lease = two_workers(tmp_path)[0].claim("a")
+    lease.remove()
+    lease.renew()
+    with pytest.raises(LeaseLostError):
+        lease.report(1, 1.0)
+    assert ObjectFolder(tmp_path).list("leases") == {}
+
+
+def test_a_lease_is_kept_by_a_thread_and_then_released(tmp_path):
+    first, second = two_workers(tmp_path, 0.2)
+    lease = first.claim("a")
+    with lease.keep():
+        end = time.monotonic() + 0.6
+        while time.monotonic() < end:
+            lease.report(3, 2.5)
+            assert second.claim("a") is None
+            time.sleep(0.02)
+        (beat,) = list_holders(ObjectFolder(tmp_path), ["a"])
+        assert (beat.done, beat.rate) == (3, 2.5)
+    assert list_holders(ObjectFolder(tmp_path), ["a"]) == []
+    assert second.claim("a").generation == 2
+    assert len(list_holders(ObjectFolder(tmp_path), ["a", "b"])) == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"worker": "x", "more": 1}', b"\xff"])
+def test_a_damaged_lease_is_held_until_its_time_is_over(tmp_path, clock, content):
+    objects = ObjectFolder(tmp_path)
+    objects.create(lease_key("a", 1), content)
+    (tmp_path / "leases" / "a.x").write_bytes(content)
+    leases = Leases(objects, 10)
+    assert leases.claim("a") is None
+    assert list_holders(objects, ["a"]) == []
+    clock[0] += 10
+    assert leases.claim("a").generation == 2
+
+
+def claim_all(folder: Path, count: int, rounds: int, start, results) -> None:
+    """Claim pieces of work in their order, as soon as all processes are there."""
+    start.wait(60)
+    for round_ in range(rounds):
+        workers = Leases(ObjectFolder(folder / str(round_)))
+        got = [name for name in map(str, range(count)) if workers.claim(name)]
+        results.put([f"{round_}/{name}" for name in got])
+
+
+def test_contended_leases_have_one_holder_each(tmp_path):
+    """Four processes claim the same leases in the same order; `make soak` has 10,000."""
+    # The children use no library with threads, and start at once.
+    context = multiprocessing.get_context("fork")
+    start, results, rounds = context.Barrier(4), context.Queue(), max(1, LEASES // 500)
+    count = LEASES // rounds
+    words = tmp_path, count, rounds, start, results
+    children = [context.Process(target=claim_all, args=words) for _ in range(4)]
+    for child in children:
+        child.start()
+    lists = [results.get(timeout=600) for _ in range(4 * rounds)]
+    for child in children:
+        child.join(60)
+        assert child.exitcode == 0
+    holders = Counter(name for names in lists for name in names)
+    assert set(holders.values()) == {1}
+    assert len(holders) == count * rounds
+
+
+def test_expired_leases_that_many_threads_want_get_one_holder(tmp_path, clock):
+    """All of them see an expired lease, and claim its next generation at the same time."""
+    Leases(ObjectFolder(tmp_path), 10).claim("a")
+    workers = [Leases(ObjectFolder(tmp_path), 10) for _ in range(8)]
+    for generation in range(2, 12):
+        assert not any(worker.claim("a") for worker in workers)
+        clock[0] += 10
+        start, got = threading.Barrier(8), []
+
+        def claim(worker: Leases, start=start, got=got) -> None:
+            start.wait(10)
+            got.append(worker.claim("a"))
+
+        threads = [threading.Thread(target=claim, args=(worker,)) for worker in workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert [lease.generation for lease in got if lease] == [generation]

@@ -5,10 +5,10 @@
     python tools/gpu_check.py --only step-lvvit-s teacher --device cpu --small
 
 Each stage is a process with a time limit of its own, and the next one runs whether it fails or not.
-Its result is saved at once; run again, the command resumes with the stages that are missing or
-failed. Nothing is installed or downloaded. The folder --out gets results.json (of every stage its
-state, seconds and rows), results.csv (rows for benchmarks/results.csv) and log.txt. Without a .git
-folder, the environment variable DENSEFEED_COMMIT names the commit.
+Its result is saved at once; run again, the command resumes with the stages that are missing, then
+with those that failed. Nothing is installed or downloaded. The folder --out gets results.json (of
+every stage its state, seconds and rows), results.csv (rows for benchmarks/results.csv) and log.txt.
+Without a .git folder, the environment variable DENSEFEED_COMMIT names the commit.
 """
 
 import csv
@@ -174,10 +174,11 @@ def main(check: GpuCheck) -> None:
     if not (ROOT / "benchmarks").is_dir():
         raise UserError("there is no folder benchmarks beside the package; run this in a checkout")
     choose_device(check.device)
-    check.out.mkdir(parents=True, exist_ok=True)
+    make_folder(check.out)
     results = load_results(check)
     began = time.monotonic()
-    for stage in STAGES:
+    # A stage that fails each time must not take the time of those that were never begun.
+    for stage in sorted(STAGES, key=lambda stage: stage.name in results["stages"]):
         if check.only and stage.name not in check.only:
             continue
         if results["stages"].get(stage.name, {}).get("state") == "done":
@@ -193,6 +194,15 @@ def main(check: GpuCheck) -> None:
     wanted = check.only or NAMES
     if any(results["stages"].get(name, {}).get("state") != "done" for name in wanted):
         sys.exit(1)
+
+
+def make_folder(out: Path) -> None:
+    """Make the folder of the results, which git ignores if it was not there or empty."""
+    out.mkdir(parents=True, exist_ok=True)
+    # Otherwise these files would make a checkout dirty: the rows would name another commit than the
+    # results, and the next call would not resume.
+    if not any(out.iterdir()):
+        (out / ".gitignore").write_text("*\n")
 
 
 def load_results(check: GpuCheck) -> dict:
@@ -308,7 +318,15 @@ def round_to_4(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
-command = make_command(main, GpuCheck, __doc__)
+def command() -> None:
+    """Run the command line.
+
+    SIGTERM, as of `timeout`, ends it as Ctrl-C does: the running stage, which has a session of its
+    own, would otherwise go on beside the next measurement.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    make_command(main, GpuCheck, __doc__)()
+
 
 if __name__ == "__main__":
     command()

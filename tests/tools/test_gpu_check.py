@@ -3,13 +3,17 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from densefeed.system import provenance
 from densefeed.system.errors import UserError
 from densefeed.system.provenance import ROOT, commit
 from densefeed.tools import gpu_check
@@ -26,6 +30,21 @@ if way == "fails":
     sys.exit(3)
 with open(results, "w") as file:
     file.write("name,median,p25,p75,unit\\nrate,1234.5,1000,1500,images/s\\n")
+"""
+# Another one, which terminates the check.
+TERMINATES = """
+import os, pathlib, signal, time
+pathlib.Path(__file__).with_name("stage").write_text(str(os.getpid()))
+os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(99)
+"""
+COMMAND = """
+import os, sys
+from densefeed.tools import gpu_check
+os.environ["PYTHONPATH"] = sys.argv.pop(1)
+gpu_check.STAGES = (gpu_check.Stage("terminates", 60, "a_benchmark", ""),)
+gpu_check.NAMES = ("terminates",)
+gpu_check.command()
 """
 STAGES = (
     Stage("fails", 60, "a_benchmark fails", ""),
@@ -55,7 +74,7 @@ def test_stages_that_fail_or_hang_stop_no_other(check, capsys):
     assert time.monotonic() - began < 50
     wanted = {"fails": "failed with 3", "hangs": "stopped after 2 s", "works": "done"}
     assert states(check.out) == wanted
-    assert sorted(os.listdir(check.out)) == ["log.txt", "results.csv", "results.json"]
+    assert sorted(os.listdir(check.out)) == [".gitignore", "log.txt", "results.csv", "results.json"]
     assert (check.out / "results.csv").read_text().splitlines()[1:] == [
         "rate,1234.5,1000,1500,images/s"
     ]
@@ -77,6 +96,47 @@ def test_the_same_command_goes_on_with_what_is_missing(check, capsys):
     assert states(check.out)["fails"] == "done"
     assert "works: done before; skipped" in capsys.readouterr().out
     assert (check.out / "results.csv").read_text().count("images/s") == 2
+
+
+def test_stages_that_were_never_begun_precede_those_that_failed(check):
+    """A stage that fails each time would otherwise take their time in each call."""
+    for only in (("fails",), ()):
+        with pytest.raises(SystemExit):
+            gpu_check.main(replace(check, only=only))
+    commands = re.findall(r"^\$ -m a_benchmark (\w+)", (check.out / "log.txt").read_text(), re.M)
+    assert commands == ["fails", "hangs", "works", "fails"]
+
+
+def test_results_do_not_make_a_checkout_dirty(check, tmp_path, monkeypatch):
+    """The next call would refuse those of a clean commit, and the rows would name a dirty one."""
+    root = tmp_path / "checkout"
+    (root / "benchmarks").mkdir(parents=True)
+    (root / "benchmarks" / "results.csv").touch()
+    for module in (gpu_check, provenance):
+        monkeypatch.setattr(module, "ROOT", root)
+    monkeypatch.setattr(provenance, "RESULTS", root / "benchmarks" / "results.csv")
+    author = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for words in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "one"]):
+        subprocess.run(["git", *words], cwd=root, check=True)
+    check, first = replace(check, out=root / "measured", only=("works",)), commit()
+    gpu_check.main(check)
+    assert (check.out / "results.csv").exists()
+    assert commit() == first != "unknown"
+    gpu_check.main(check)
+
+
+def test_a_check_that_is_terminated_stops_its_stage(tmp_path, command):
+    """A stage has a session of its own, and would measure on beside the next check."""
+    (tmp_path / "a_benchmark.py").write_text(TERMINATES)
+    done = command("-c", COMMAND, tmp_path, "--device", "cpu", "--out", tmp_path / "out")
+    stage = int((tmp_path / "stage").read_text())
+    try:
+        assert (done.returncode, done.stderr) == (130, "interrupted\n")
+        with pytest.raises(ProcessLookupError):
+            os.kill(stage, 0)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(stage, signal.SIGKILL)
 
 
 def test_no_stage_begins_when_the_time_is_over(check, capsys):

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,11 +12,12 @@ from . import build
 
 
 @pytest.fixture(scope="session")
-def shared(tmp_path_factory, worker_id) -> Path:
+def shared(tmp_path_factory) -> Path:
     """A folder that all workers of this test run share."""
     root = tmp_path_factory.getbasetemp()
-    # Workers of pytest-xdist have folders of their own beside each other.
-    folder = (root if worker_id == "master" else root.parent) / "pretended"
+    # Workers of pytest-xdist have folders of their own beside each other. Its fixture is not there
+    # where it is not installed, or switched off by `-p no:xdist`.
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "pretended"
     folder.mkdir(exist_ok=True)
     return folder
 

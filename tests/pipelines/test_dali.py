@@ -4,6 +4,7 @@ probe for region decoding on a GPU.
 
 import io
 import json
+import re
 import shutil
 import sys
 import threading
@@ -26,6 +27,7 @@ from densefeed.pipelines.plan import EpochPlan
 from densefeed.storage import indexed_jpeg
 from densefeed.storage.images import Images, crop_resize
 from densefeed.system.errors import UserError
+from densefeed.system.provenance import ROOT
 from densefeed.tools.pack_dataset import Packing, main
 
 from ..jpeg_files import encoded
@@ -809,6 +811,9 @@ def test_where_the_probe_fails_whole_jpegs_are_decoded_and_one_line_says_why(
 # ------------------------------------------------------------- the graph that a GPU runs
 
 
+DOCUMENTED = ROOT / "docs" / "reference" / "dali.md"
+
+
 @needs_dali
 @pytest.mark.parametrize("regions", [True, False])
 def test_a_gpus_graph_passes_what_dalis_documentation_asks_for(monkeypatch, regions):
@@ -827,14 +832,19 @@ def test_a_gpus_graph_passes_what_dalis_documentation_asks_for(monkeypatch, regi
 
         monkeypatch.setattr(module, name, call)
 
-    for name in ("slice", "resize"):
+    for name in ("external_source", "slice", "reinterpret", "resize"):
         record(fn, name)
     for name in ("image", "image_slice"):
         record(fn.decoders, name)
     monkeypatch.setattr(Pipeline, "build", lambda self: None)
     dali.build(4, 2, 0, regions, resize=True)
     decoder = "image_slice" if regions else "image"
-    assert set(calls) == {decoder, "resize"} | (set() if regions else {"slice"})
+    named = {"external_source", decoder, "reinterpret", "resize"}
+    assert set(calls) == named | (set() if regions else {"slice"})
+    # The page has a row for each operator.
+    table = [line.split("|")[1] for line in DOCUMENTED.read_text().splitlines() if line[:1] == "|"]
+    documented = set(re.findall(r"`(?:decoders\.)?(\w+)`", " ".join(table)))
+    assert set(calls) <= documented
     inputs, options, device = calls[decoder]
     # JPEGs and boxes are read on the host, pixels are made on the GPU.
     assert (set(inputs), device) == ({"cpu"}, "gpu")

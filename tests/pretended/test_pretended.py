@@ -4,6 +4,7 @@ The pretended runtime (runtime.cpp) runs PyTorch's real host code and no kernel.
 """
 
 import json
+import re
 
 import pytest
 import torch
@@ -175,6 +176,15 @@ def test_launches_of_a_step_do_not_increase(result, mode):
     halves = result(f"launches {mode}")
     launches = {half: halves[half]["counts"]["launch"] for half in LAUNCHES[mode]}
     assert all(launches[half] <= most for half, most in LAUNCHES[mode].items()), launches
+
+
+def test_the_results_page_has_these_numbers_of_launches():
+    page = (build.ROOT / "docs" / "results" / "steps.md").read_text()
+    rows = re.findall(r"^\| `--compile (\w+)` \| ([\d,]+)", page, re.MULTILINE)
+    found = {mode: int(launches.replace(",", "")) for mode, launches in rows}
+    assert found == {mode: halves["step"] for mode, halves in LAUNCHES.items()}
+    (batch,) = {halves["batch"] for halves in LAUNCHES.values()}
+    assert f"without the batch's augmentation, which is {batch}." in page
 
 
 @pytest.mark.slow

@@ -96,7 +96,7 @@ STAGES = (
         "teacher",
         150,
         "benchmarks.relabel --teacher dm_nfnet_f6 --input-size 576 --batch 128 --images 1024 "
-        "--rounds 1 --compile --precision bf16 --threads 8",
+        "--rounds 1 --compile --precision bf16 --threads 8 --no-stand-in",
         "--teacher nfnet_micro --input-size 64 --batch 4 --images 8 --classes 5 --threads 1 "
         "--no-compile --precision fp32",
         (Goal("relabel teacher", 430),),

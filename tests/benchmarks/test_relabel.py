@@ -57,6 +57,12 @@ def test_both_label_every_image_alike(tmp_path, monkeypatch):
     assert (maps.cls[..., 0] == theirs[:, 1, ..., 0]).mean() > 0.9
 
 
+def test_the_stand_in_can_be_left_out(monkeypatch):
+    monkeypatch.setattr(relabel, "generate", None)
+    document = main(RelabelBenchmark(**SMALL | {"rounds": 1}, stand_in=False, record=False))
+    assert [(ratio["a"], ratio["b"]) for ratio in document["ratios"]] == [(OURS, TEACHER)]
+
+
 def test_small_run_writes_json_and_csv(tmp_path):
     paths = {"json": tmp_path / "out.json", "results": tmp_path / "results.csv"}
     document = main(RelabelBenchmark(**SMALL, **paths))

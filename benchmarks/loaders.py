@@ -34,6 +34,7 @@ from benchmarks.harness import (
     choose_cores,
     command,
     compare,
+    device_name,
     environment,
     format_spread,
     pin,
@@ -123,9 +124,7 @@ def main(benchmark: LoaderBenchmark) -> dict:
     else:
         data = beton_dataset(benchmark.data, benchmark.folder, benchmark.cache)
     names = [name for name in names if can_read(name, data, required=bool(benchmark.loaders))]
-    size_kb = np.mean(list(map(os.path.getsize, data.paths))) / 1000
-    summary = f"{len(data.paths):,} JPEGs of {size_kb:.1f} kB"
-    facts = environment()
+    summary, facts = describe(data.paths, names), environment()
     rates, gpu_memory = measure(names, data, benchmark)
     document = {
         "rows": [
@@ -150,6 +149,14 @@ def main(benchmark: LoaderBenchmark) -> dict:
     show(document)
     save(benchmark, document, csv_rows(document), **facts, data=summary, runs=benchmark.rounds)
     return document
+
+
+def describe(paths: list[str], names: list[str]) -> str:
+    """Describe the images, and the GPU if one of the loaders uses it."""
+    size_kb = np.mean(list(map(os.path.getsize, paths))) / 1000
+    images = f"{len(paths):,} JPEGs of {size_kb:.1f} kB"
+    on_gpu = any("gpu" in name for name in names)
+    return f"{images}; {device_name(torch.device('cuda'))}" if on_gpu else images
 
 
 def check(benchmark: LoaderBenchmark) -> None:

@@ -2,12 +2,24 @@
 
 import csv
 import json
+import time
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.augment import OURS, TIMM, AugmentBenchmark, main, make_crops
+from benchmarks.augment import (
+    BUSY_CYCLES,
+    BUSY_SECONDS,
+    OURS,
+    TIMM,
+    AugmentBenchmark,
+    main,
+    make_batches,
+    make_crops,
+    time_gpu,
+)
 from benchmarks.photographs import load_photographs
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.system.errors import UserError
@@ -26,6 +38,36 @@ def test_small_run_writes_json_and_csv(tmp_path):
     rows = list(csv.DictReader(paths["results"].open()))
     assert [row["unit"] for row in rows] == ["ms/image"] * 3 + ["ratio"]
     assert rows[-1]["name"] == f"{OURS} / {TIMM}"
+    assert rows[0]["data"].endswith(", CPU")
+
+
+class PretendedEvent:
+    """Times 6 ms between any two events."""
+
+    def __init__(self, enable_timing):
+        pass
+
+    def record(self):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, other):
+        return 6.0
+
+
+def test_the_time_of_the_gpu_alone_is_refused_where_the_host_is_slower(monkeypatch):
+    busy, (batch,) = [], make_batches(torch.zeros(3, 8, 8, 3, dtype=torch.uint8), 1)
+    monkeypatch.setattr(torch.cuda, "Event", PretendedEvent)
+    monkeypatch.setattr(torch.cuda, "_sleep", busy.append)
+    work = mock.Mock()
+    assert time_gpu(work, batch, 5) == 2.0
+    assert busy == [BUSY_CYCLES]
+    assert work.choose.call_args[0][0] == 5
+    work.side_effect = lambda *_: time.sleep(BUSY_SECONDS)
+    with pytest.raises(UserError, match=r"needs over 0.2 s for a batch; give a smaller --batch"):
+        time_gpu(work, batch, 5)
 
 
 def test_crops_are_distinct_and_reproducible():

@@ -17,7 +17,7 @@ from PIL import Image
 
 from benchmarks import harness, loaders, peers
 from benchmarks.harness import append_rows, compare, spread, take_turns
-from benchmarks.loaders import LoaderBenchmark, choose_loaders, main
+from benchmarks.loaders import LoaderBenchmark, choose_loaders, describe, main
 from benchmarks.peers import (
     PEERS,
     PeerConfig,
@@ -53,6 +53,12 @@ def small(cache, **options):
 
 
 # ------------------------------------------------------------------------- the data set
+
+
+def test_rows_of_loaders_on_a_gpu_name_it(data, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
+    assert describe(data.paths, ["ffcv", "nvidia-dali-gpu"]).endswith(" kB; H200")
+    assert describe(data.paths, ["ffcv", "dali-cpu"]).endswith(" kB")
 
 
 def test_data_set_has_the_same_distinct_jpegs_in_every_format(data):

@@ -242,6 +242,17 @@ class BootstrapOptions(Options):
         return {} if self.mode == "shared" else {"align": "--bootstrap shared"}
 
 
+def parse_agent_arguments(words: Sequence[str]) -> dict[str, object]:
+    """Parse the NAME=VALUE words of `--agent-kwargs`. Raises UserError for other arguments."""
+    given = parse_arguments(tuple(words), "--agent-kwargs")
+    if unknown := [name for name in given if name not in AGENT_KWARGS]:
+        raise UserError(
+            f"--agent-kwargs takes {', '.join(AGENT_KWARGS[:-1])} and {AGENT_KWARGS[-1]}, not "
+            f"{unknown[0]}; the rest of an agent follows from its transformer and --agent"
+        )
+    return given
+
+
 class Bootstrapping(Objective):
     """`--bootstrap`: equations 6 to 9, around another objective for each of the two networks."""
 
@@ -334,12 +345,7 @@ class Bootstrapping(Objective):
         Raises UserError if the model cannot have one.
         """
         options = self.options
-        given = parse_arguments(options.agent_kwargs, "--agent-kwargs")
-        if unknown := [name for name in given if name not in AGENT_KWARGS]:
-            raise UserError(
-                f"--agent-kwargs takes {', '.join(AGENT_KWARGS[:-1])} and {AGENT_KWARGS[-1]}, not "
-                f"{unknown[0]}; the rest of an agent follows from its transformer and --agent"
-            )
+        given = parse_agent_arguments(options.agent_kwargs)
         given = {"stem": options.agent, "token_head": self.needs_tokens} | given
         try:
             agent = make_agent(model, num_classes, shared=options.mode == "shared", **given)

@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -71,6 +71,7 @@ from densefeed.tools.load_model import (
     at_size,
     crop_input,
     imagenet_names,
+    open_agent,
     open_trained,
 )
 from densefeed.tools.load_teacher import download
@@ -105,6 +106,8 @@ class Explanations(Options):
     crop_pct: float = 0.0
     weights: Weights = "ema"  # EMA weights where the checkpoint has them, or the raw weights
     model: str = ""  # timm's name of the model, for a checkpoint that does not contain it
+    # agent: the agent CNN of a run with --bootstrap, which has no EMA weights
+    network: Literal["model", "agent"] = "model"
     batch: Count = 4  # images at once
     max_pixels: MaxPixels = MAX_PIXELS
     device: str = "auto"  # auto: cuda if it is available, else cpu
@@ -121,11 +124,17 @@ class ImageFile(NamedTuple):
 # ------------------------------------------------------------------------- inputs
 
 
-def open_model(options: Explanations) -> Trained:
+def open_model(options: Explanations, device: torch.device) -> Trained:
     """Load the model of a checkpoint or run folder, or timm's with published weights. UserError."""
     source, path = options.source, Path(options.source)
+    is_agent = options.network == "agent"
     if path.exists() or not is_registered(source):
-        return open_trained(path, options.weights, options.model, options.size)
+        weights = "raw" if is_agent else options.weights
+        trained = open_trained(path, weights, options.model, options.size)
+        trained.model.to(device)
+        return open_agent(trained, device) if is_agent else trained
+    if is_agent:
+        raise UserError(f"{source} is a model of timm, without an agent; leave out --network agent")
     if options.model:
         raise UserError(f"{source} is a model of timm; leave out --model {options.model}")
     model = download(source, "")
@@ -134,7 +143,7 @@ def open_model(options: Explanations) -> Trained:
     model, kwargs = at_size(model, ModelSpec(source, {}), size, path)
     return Trained(
         path=path,
-        model=model,
+        model=model.to(device),
         name=source,
         kwargs=kwargs,
         weights="raw",
@@ -386,8 +395,7 @@ def main(options: Explanations) -> None:
     device = choose_device(options.device)
     files, images = find_images(options)
     labels = TokenLabels(options, images) if options.maps else None
-    trained = open_model(options)
-    trained.model.to(device)
+    trained = open_model(options, device)
     classes = choose_classes(options.classes, trained)
     explainer = Explainer(trained.model, options.layers, classes)
     with ExitStack() as stack:

@@ -12,8 +12,10 @@ from timm.layers import resample_abs_pos_embed
 from torch import nn
 
 from densefeed.models import checkpoints
+from densefeed.models.agent_cnn import make_agent
 from densefeed.models.model_spec import CANNOT_BUILD
 from densefeed.models.token_transformer import TokenTransformer
+from densefeed.objectives.bootstrapping import parse_agent_arguments
 from densefeed.storage.geometry import center_box
 from densefeed.storage.images import crop_resize
 from densefeed.system.errors import UserError, first_line
@@ -110,6 +112,41 @@ def open_trained(
         mean=facts.mean or tuple(data["mean"]),
         std=facts.std or tuple(data["std"]),
     )
+
+
+def open_agent(trained: Trained, device: torch.device) -> Trained:
+    """Load the agent CNN that was trained beside a model, from the checkpoint of both.
+
+    An agent that shares the model's weights uses those of `trained`, which must be raw: the EMA
+    does not hold the agent. Both are placed on `device`, since moving them breaks the sharing.
+    Raises UserError.
+    """
+    path, model, checkpoint = trained.path, trained.model.to(device), checkpoints.load(trained.path)
+    weights = checkpoint.get("agent")
+    if not isinstance(weights, dict):
+        raise UserError(
+            f"{path} holds no agent; give a checkpoint of a run with --bootstrap, or leave out "
+            "--network agent"
+        )
+    checkpoints.check_tensors(weights, path)
+    try:
+        options = checkpoint["config"]["objective"]["bootstrap"]
+        shared, given = options["mode"] == "shared", parse_agent_arguments(options["agent_kwargs"])
+        given = {"stem": options["agent"], "token_head": "token_head.weight" in weights} | given
+        agent = make_agent(model, model.num_classes, shared, **given)
+        agent.load_state_dict(weights)
+        agent.to(device).eval()
+        if shared:
+            agent.share_weights(model)
+        # Maps that become too small to be halved are found out in a forward pass alone.
+        with torch.inference_mode():
+            agent(torch.zeros(1, 3, trained.size, trained.size, device=device))
+    except CANNOT_BUILD as error:
+        raise UserError(
+            f"{path}: its agent cannot be built for inputs of {trained.size} px "
+            f"({first_line(error)}); check --size, or copy the run again"
+        ) from error
+    return trained._replace(model=agent, name=f"agent of {trained.name}")
 
 
 def crop_input(

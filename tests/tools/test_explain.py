@@ -12,7 +12,9 @@ import torch
 from PIL import Image
 
 from densefeed.explain.capture import capture_attention
+from densefeed.explain.features import block_features
 from densefeed.explain.relevance import class_relevance
+from densefeed.models.agent_cnn import make_agent
 from densefeed.pipelines.augment.augmentation import Normalize
 from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import ThreadedLoader
@@ -279,3 +281,57 @@ def test_a_model_of_timm_comes_with_its_published_weights(options, monkeypatch):
     text = " ".join(Page(given.out).texts)
     assert "for tench, Tinca tinca" in text
     assert "test_vit, raw weights, 1,000 classes, input 160 px. 1 image." in text
+
+
+@pytest.fixture(params=["joint", "shared"])
+def joint_run(request, runs, tmp_path) -> tuple[Path, torch.nn.Module]:
+    """A run folder of a transformer and its agent with random weights, and the agent."""
+    kwargs = {"img_size": SIZE, "num_classes": len(NAMES)}
+    torch.manual_seed(0)
+    model = timm.create_model("bootstrapping_vit_micro", **kwargs)
+    agent = make_agent(model, len(NAMES), request.param == "shared", stem="base", down=(1, 3))
+    for part in (model, agent):
+        for weights in part.parameters():
+            torch.nn.init.normal_(weights, 0, 0.1)
+    averaged = {name: weights + 1 for name, weights in model.state_dict().items()}
+    options = {"mode": request.param, "agent": "base", "agent_kwargs": ["down=(1,3)"]}
+    saved = {"recipe": {"name": "bootstrapping_vit_micro", "kwargs": kwargs}, "class_names": NAMES}
+    config = {"data": {"size": SIZE, "crop_pct": 0.9}, "objective": {"bootstrap": options}}
+    saved |= {"config": config, "model": model.state_dict(), "ema": averaged}
+    folder = tmp_path / "joint"
+    folder.mkdir()
+    torch.save(saved | {"agent": agent.state_dict()}, folder / "last.pt")
+    if request.param == "shared":
+        agent.share_weights(model)
+    return folder, agent.eval()
+
+
+def test_the_agent_of_a_joint_run_is_shown_by_its_features(options, joint_run, tmp_path):
+    """Bootstrapping ViTs, Tables 10 and 11. A shared agent has the raw weights, not the EMA's."""
+    folder, agent = joint_run
+    given = options(source=str(folder), network="agent", arrays=tmp_path / "arrays", count=1)
+    main(given)
+    (file,), trained = find_images(given)[0], open_trained(folder)
+    pixels = torch.tensor(read_input(file, trained, 0.9).pixels)
+    image_1CHW = Normalize(trained.mean, trained.std)(pixels[None])
+    with torch.no_grad():
+        want, logits_1K = block_features(agent, image_1CHW), agent(image_1CHW)
+    with np.load(tmp_path / "arrays/000000.npz") as arrays:
+        np.testing.assert_allclose(arrays["probability"], logits_1K.softmax(-1)[0], atol=1e-6)
+        for block, map_1DRC in want.items():
+            found = arrays[f"block_{block + 1:02d}_features"]
+            np.testing.assert_allclose(found, map_1DRC[0], rtol=1e-5, atol=1e-5)
+    assert "agent of bootstrapping_vit_micro, raw weights" in " ".join(Page(given.out).texts)
+
+
+def test_a_run_without_an_agent_is_refused(options, joint_run):
+    with pytest.raises(UserError, match=r"lvvit.last.pt holds no agent; .* leave out --network"):
+        main(options(network="agent"))
+    with pytest.raises(UserError, match=r"test_vit is a model of timm, without an agent"):
+        main(options(source="test_vit", network="agent"))
+    path = joint_run[0] / "last.pt"
+    saved = torch.load(path)
+    for config in ({}, {"objective": {"bootstrap": {"mode": "joint", "agent": "base"}}}):
+        torch.save(saved | {"config": config}, path)
+        with pytest.raises(UserError, match=r"its agent cannot be built for inputs of"):
+            main(options(source=str(joint_run[0]), network="agent", size=SIZE))

@@ -51,7 +51,13 @@ from densefeed.storage.images import (
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.devices import choose_device
 from densefeed.system.errors import UserError, make_command
-from densefeed.system.files import check_ending, create_folder, open_regular, replace_file
+from densefeed.system.files import (
+    check_ending,
+    create_folder,
+    name_errors,
+    open_regular,
+    replace_file,
+)
 from densefeed.system.options import Bounds, Count, NonNegativeInt, Options
 from densefeed.system.progress import steps_bar
 from densefeed.system.terminal import escape_controls, print
@@ -368,7 +374,7 @@ def explain_images(
             found = explainer(normalize(pixels_NHWC.to(device)))
             for n, shown in enumerate(inputs):
                 stem = f"{done:06d}"
-                save_files(outputs, stem, found, n, shown)
+                save_files(outputs, stem, found, n, shown, options)
                 row, grid = shown.file.row, label_grid(found)
                 cells = labels(row, shown.size, crop_pct, grid) if labels else []
                 yield describe(shown, done, found, n, names, cells)
@@ -376,25 +382,32 @@ def explain_images(
                 advance(1, "")
 
 
-def save_files(outputs: Outputs, stem: str, found: Explanation, n: int, shown: Input) -> None:
+def save_files(
+    outputs: Outputs, stem: str, found: Explanation, n: int, shown: Input, options: Explanations
+) -> None:
     """Write the files of an image that the user wants."""
+    # They are written while the page is, whose name an error of the system would otherwise have.
     if outputs.arrays:
         path = outputs.arrays / f"{stem}.npz"
-        save_arrays(path, found, n, escape_controls(shown.file.path))
+        with name_errors(options.arrays):
+            save_arrays(path, found, n, escape_controls(shown.file.path))
     if outputs.pictures:
-        save_pictures(outputs.pictures, stem, found, n, Image.fromarray(shown.pixels))
+        with name_errors(options.pictures):
+            save_pictures(outputs.pictures, stem, found, n, Image.fromarray(shown.pixels))
 
 
 def main(options: Explanations) -> None:
     """Explain the images; write the page, and the files if there should be some."""
     check_ending(options.out, ".html", "--out")
+    if options.out.is_dir():
+        raise UserError(f"--out {options.out} is a folder; give the name of a file")
     folders = check_folders(options)
     limit_pixels(options.max_pixels)
     if options.crop_pct:
         Bounds(LEAST_CROP, 1).check("crop_pct", options.crop_pct)
     device = choose_device(options.device)
-    files, images = find_images(options)
-    labels = TokenLabels(options, images) if options.maps else None
+    files, folder = find_images(options)
+    labels = TokenLabels(options, folder) if options.maps else None
     trained = open_model(options, device)
     classes = choose_classes(options.classes, trained)
     explainer = Explainer(trained.model, options.layers, classes)
@@ -405,7 +418,8 @@ def main(options: Explanations) -> None:
         items = explain_images(files, trained, explainer, labels, options, Outputs(*made))
         write_page(part, items, trained, explainer, len(files), any(folders))
     size = options.out.stat().st_size
-    print(f"{options.out}: {len(files):,} images, {size / 2**20:,.1f} MiB, open it in a browser")
+    images = f"{len(files):,} image{'s' * (len(files) > 1)}"
+    print(f"{options.out}: {images}, {size / 2**20:,.1f} MiB, open it in a browser")
 
 
 def check_folders(options: Explanations) -> list[Path | None]:
@@ -433,7 +447,7 @@ def write_page(
     first = next(items)
     shown = first["classes"][0]["relevance"] or first["layers"] or first["features"]
     if not shown:
-        raise UserError("; ".join(explainer.refused.values()))
+        raise UserError("; ".join(dict.fromkeys(explainer.refused.values())))
     page = TEMPLATES.get_template("explain.html").stream(
         items=chain([first], items),
         count=count,

@@ -77,11 +77,8 @@ class Explainer:
         names = self.refused.attempt("attention", lambda: attention_layers(model)) or []
         if not names:
             self.refused["rollout"] = self.refused["attention"]
-        if names and not self.chosen <= set(range(1, len(names) + 1)):
-            raise UserError(
-                f"--layers {' '.join(map(str, chosen))}: {type(model).__name__} has layers 1 to "
-                f"{len(names)}"
-            )
+        if names:
+            self._check_chosen(len(names), "layers")
 
     def __call__(self, image_NCHW: Tensor) -> Explanation:
         model = self.model
@@ -94,6 +91,9 @@ class Explainer:
             features = (
                 self.refused.attempt("features", lambda: block_features(model, image_NCHW)) or {}
             )
+        # Of a model without attention only a forward pass knows the number.
+        if features and not captured:
+            self._check_chosen(len(features), "blocks")
         target_NJ = self._choose_classes(logits_NL)
         rollout = None
         if captured:
@@ -129,6 +129,14 @@ class Explainer:
         top_NJ = logits_NL.topk(min(TOP, logits_NL.shape[1])).indices
         asked = torch.tensor(self.classes, dtype=torch.int64, device=top_NJ.device)
         return torch.cat([top_NJ, asked.expand(len(top_NJ), -1)], 1)
+
+    def _check_chosen(self, count: int, what: str) -> None:
+        """Raise UserError for numbers of layers, or of blocks, that the model does not have."""
+        if not self.chosen <= set(range(1, count + 1)):
+            raise UserError(
+                f"--layers {' '.join(map(str, sorted(self.chosen)))}: {type(self.model).__name__} "
+                f"has {what} 1 to {count}"
+            )
 
     def _is_chosen(self, n: int, count: int) -> bool:
         few = np.linspace(1, count, min(FEW_LAYERS, count)).round().astype(int).tolist()

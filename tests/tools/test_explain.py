@@ -1,5 +1,6 @@
 """Pages of explanations: maps against those of the functions, hostile names, refusals, faults."""
 
+import errno
 import re
 from contextlib import closing
 from html.parser import HTMLParser
@@ -224,6 +225,7 @@ def test_token_labels_are_those_of_the_loader(options, folder, maps):
         ({"classes": ("6",)}, "a number from 0 to 5"),
         ({"layers": (4,)}, "LVViT has layers 1 to 3"),
         ({"maps": Path("maps.h5"), "images": (Path("val.jpg"),)}, "--images"),
+        ({"source": "resnet", "layers": (1, 9)}, "--layers 1 9: ResNet has blocks 1 to 5"),
         ({"arrays": Path("tests")}, "tests exists already"),
         ({"arrays": Path("a"), "pictures": Path("./a")}, "are both a"),
         ({"crop_pct": 2.0}, "--crop-pct is 2"),
@@ -231,7 +233,9 @@ def test_token_labels_are_those_of_the_loader(options, folder, maps):
         ({"source": "lvvit_s", "model": "lvvit_s"}, "leave out --model lvvit_s"),
     ],
 )
-def test_bad_options_are_refused(options, fields, message):
+def test_bad_options_are_refused(options, runs, fields, message):
+    if fields.get("source") in MODELS:
+        fields = fields | {"source": str(runs / fields["source"])}
     with pytest.raises((UserError, FileNotFoundError), match=message and re.escape(message)):
         main(options(**fields))
 
@@ -262,6 +266,27 @@ def test_a_fault_or_an_interrupt_leaves_nothing(options, folder, tmp_path, monke
     assert calls[-1] > calls[0] + 8000
     assert [path.name for path in work.iterdir()] == ["page.html"]
     assert (work / "page.html").read_text() == "old"
+
+
+def test_an_out_that_is_a_folder_is_refused_before_any_image(options, tmp_path, monkeypatch):
+    monkeypatch.setattr(explain, "read_input", None)
+    (tmp_path / "folder.html").mkdir()
+    with pytest.raises(UserError, match=r"--out \S*folder.html is a folder"):
+        main(options(out=tmp_path / "folder.html"))
+
+
+@pytest.mark.parametrize("name", ["arrays", "pictures"])
+def test_a_full_disk_of_a_folder_has_its_name(options, tmp_path, monkeypatch, name):
+    """The page may lie on another disk."""
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(explain, f"save_{name}", full)
+    with pytest.raises(OSError, match="No space") as caught:
+        main(options(**{name: tmp_path / name}))
+    assert caught.value.filename == str(tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_model_of_timm_comes_with_its_published_weights(options, monkeypatch):

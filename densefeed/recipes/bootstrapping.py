@@ -86,11 +86,14 @@ def bootstrapping_vit_s_shared() -> Config:
 
 
 def bootstrapping_vit_s_joint_published() -> Config:
-    """Joint training as in the published code, but for the step of shifts.
+    """Joint training with the settings of the published code; three differences remain.
 
     LayerNorm of features, max-pool 3, CIFAR-100's mean, weight decay of all parameters. Padded
     crops with a black border: that code shifts CIFAR's images by up to 4 of 32 pixels and enlarges
-    them then; here images of 224 pixels are shifted by up to 28, in steps of 1 instead of 7.
+    them then; here images of 224 pixels are shifted by up to 28, in steps of 1 instead of 7. Its
+    initial weights are others: the patch embedding's and the MLPs' biases have a standard deviation
+    of 1, evidently by mistake, here timm's. It synchronizes the agent's BatchNorm over two devices:
+    on several give --sync-batchnorm.
 
     python train.py bootstrapping_vit_s_joint_published --loader ffcv --data train.beton \\
         --val val.beton --out runs/vit_s_published
@@ -107,10 +110,11 @@ def bootstrapping_vit_s_joint_published() -> Config:
 
 
 def bootstrapping_vit_s_shared_published() -> Config:
-    """Shared training as in the published code, but for the step of shifts.
+    """Shared training with the settings of the published code; two differences remain.
 
     Gradients of both networks are added. Otherwise as bootstrapping_vit_s_joint_published, whose
-    help names the difference in shifts.
+    help names the differences: shifts and initial weights. The published code does not synchronize
+    BatchNorm here.
 
     python train.py bootstrapping_vit_s_shared_published --loader ffcv --data train.beton \\
         --val val.beton --out runs/vit_s_published

@@ -240,9 +240,10 @@ def lvvit_t_224_token_label_published() -> Config:
 
     Images are flipped and augmented as a whole, then cropped and resized bilinearly or bicubically
     at random; evaluation is bicubic. The token loss has weight 1 (the paper: 0.5). Score maps must
-    be those of tools/relabel_imagenet.py --geometry center-crop --absent zero-logit. Two
-    differences remain: the EMA has a warm-up here, and evaluation resizes the crop of an image, not
-    the image before the crop.
+    be those of tools/relabel_imagenet.py --geometry center-crop --absent zero-logit. Three
+    differences remain: the EMA has a warm-up here; evaluation resizes the crop of an image, not the
+    image before the crop; and the last images of an epoch, too few for a batch, are trained on
+    (1,252 steps of ImageNet, not 1,251).
 
     python train.py lvvit_t_224_token_label_published --loader ffcv --data train.beton \\
         --val val.beton --out runs/lvvit_t_published
@@ -257,9 +258,10 @@ def lvvit_s_224_token_label_published() -> Config:
 
     Images are flipped and augmented as a whole, then cropped and resized bilinearly or bicubically
     at random; evaluation is bicubic. The token loss has weight 1 (the paper: 0.5). Score maps must
-    be those of tools/relabel_imagenet.py --geometry center-crop --absent zero-logit. Two
-    differences remain: the EMA has a warm-up here, and evaluation resizes the crop of an image, not
-    the image before the crop.
+    be those of tools/relabel_imagenet.py --geometry center-crop --absent zero-logit. Three
+    differences remain: the EMA has a warm-up here; evaluation resizes the crop of an image, not the
+    image before the crop; and the last images of an epoch, too few for a batch, are trained on
+    (1,252 steps of ImageNet, not 1,251).
 
     python train.py lvvit_s_224_token_label_published --loader ffcv --data train.beton \\
         --val val.beton --out runs/lvvit_s_published
@@ -274,9 +276,10 @@ def lvvit_m_224_token_label_published() -> Config:
 
     Images are flipped and augmented as a whole, then cropped and resized bilinearly or bicubically
     at random; evaluation is bicubic. The token loss has weight 1 (the paper: 0.5). Score maps must
-    be those of tools/relabel_imagenet.py --geometry center-crop --absent zero-logit. Two
-    differences remain: the EMA has a warm-up here, and evaluation resizes the crop of an image, not
-    the image before the crop.
+    be those of tools/relabel_imagenet.py --geometry center-crop --absent zero-logit. Three
+    differences remain: the EMA has a warm-up here; evaluation resizes the crop of an image, not the
+    image before the crop; and the last images of an epoch, too few for a batch, are trained on
+    (1,252 steps of ImageNet, not 1,251).
 
     python train.py lvvit_m_224_token_label_published --loader ffcv --data train.beton \\
         --val val.beton --out runs/lvvit_m_published
@@ -293,8 +296,9 @@ def lvvit_l_224_token_label_published() -> Config:
     and resized bilinearly or bicubically at random; evaluation is bicubic. The token loss has
     weight 1 (the paper: 0.5), the learning rate is lower than that of T, S and M, and there is no
     EMA. Score maps must be those of tools/relabel_imagenet.py --geometry center-crop --absent
-    zero-logit. One difference remains: evaluation resizes the crop of an image, not the image
-    before the crop.
+    zero-logit. Two differences remain: evaluation resizes the crop of an image, not the image
+    before the crop; and the last images of an epoch, too few for a batch, are trained on (1,252
+    steps of ImageNet, not 1,251).
 
     python train.py lvvit_l_224_token_label_published --loader ffcv --data train.beton \\
         --val val.beton --out runs/lvvit_l_published

@@ -10,6 +10,7 @@ import timm
 import tyro
 
 from densefeed import recipes
+from densefeed.pipelines.plan import EpochPlan
 from densefeed.system.errors import UserError
 from densefeed.system.options import leaves, with_options
 from densefeed.tools.model_costs import costs_by_name
@@ -119,6 +120,16 @@ def test_published_lvvit_recipes_match_published_commands(size):
     )
 
 
+@pytest.mark.parametrize("size", "tsml")
+def test_help_of_published_lvvit_recipes_names_the_steps_of_an_epoch(size):
+    """The published loader drops the last images of an epoch; a plan here has a batch of them."""
+    recipe = NAMED[f"lvvit_{size}_224_token_label_published"]
+    images, batch = 1_281_167, recipe().optim.batch
+    ours = EpochPlan(num_samples=images, batch=batch, seed=0, mode="train").batches
+    told = f"({ours:,} steps of ImageNet, not {images // batch:,})"
+    assert told in " ".join(getdoc(recipe).split())
+
+
 @pytest.mark.parametrize("name", [name for name in NAMED if re.match("lvvit.*fine_tune", name)])
 def test_lvvit_fine_tune_matches_supplementary(name, command):
     """Also that --init is required, by name."""
@@ -203,6 +214,31 @@ def test_only_published_bootstrapping_recipes_do_as_the_published_code(name):
     assert (augment.shift, augment.shift_border, config.data.crop_scale) == crop
     assert config.data.crop_pct == (0.875 if "imagenet" in name else 1.0)
     assert config.optim.decay_all == published
+
+
+def test_help_of_published_bootstrapping_recipes_names_what_remains():
+    """Weights begin as timm's: as in vit.py, whose docstring has the published code's."""
+    shared, joint = (
+        " ".join(getdoc(NAMED[f"bootstrapping_vit_s_{kind}_published"]).split())
+        for kind in ("shared", "joint")
+    )
+    assert "initial weights are others" in joint
+    assert "shifts and initial weights" in shared
+    assert "three differences remain" in joint
+    assert "two differences remain" in shared
+    assert "give --sync-batchnorm" in joint
+    vit = timm.create_model("bootstrapping_vit_s", num_classes=2, depth=1)
+    assert vit.patch_embed.proj.weight.std() < 0.1
+    assert vit.blocks[0].mlp.fc1.bias.abs().max() < 1e-4
+
+
+def test_padded_crops_have_the_published_border_wherever_they_are_named():
+    """28 of 224 pixels, in the documents and the recipes' help."""
+    files = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("densefeed/recipes/*")]
+    texts = [" ".join(file.read_text().split()) for file in files if file.is_file()]
+    named = [after for text in texts for after in re.findall(r"--shift 28(.{21})", text)]
+    assert len(named) > 10
+    assert set(named) == {" --shift-border black"}
 
 
 def test_drloc_recipes_match_supplementary(command):

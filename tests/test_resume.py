@@ -91,19 +91,23 @@ SPARSE = dict(
 )
 
 
-def test_sparse_attention_resumes_to_the_bit(micro, tmp_path, monkeypatch):
-    """Learned exponents, their moments and their EMA included."""
-    training.train(micro(tmp_path / "whole", **SPARSE))
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_sparse_attention_resumes_to_the_bit(micro, tmp_path, monkeypatch, precision):
+    """Learned exponents, their moments and their EMA included; of fp16 the scale too."""
+    fields = SPARSE | dict(precision=precision)
+    training.train(micro(tmp_path / "whole", **fields))
     with monkeypatch.context() as patch:
         patch.setattr(training, "signal_handler", stopped_after(2))
-        training.train(micro(tmp_path / "cut", **SPARSE))
+        training.train(micro(tmp_path / "cut", **fields))
     assert checkpoints.load(tmp_path / "cut" / "last.pt")["step"] == 2
-    training.train(micro(tmp_path / "cut", resume="auto", **SPARSE))
+    training.train(micro(tmp_path / "cut", resume="auto", **fields))
     assert records(tmp_path / "cut") == records(tmp_path / "whole")
-    assert differences(state(tmp_path / "cut"), state(tmp_path / "whole")) == []
-    exponents = [v for k, v in state(tmp_path / "cut")["model"].items() if "alpha" in k]
+    whole = state(tmp_path / "whole")
+    assert differences(state(tmp_path / "cut"), whole) == []
+    exponents = [v for k, v in whole["model"].items() if "alpha" in k]
     assert len(exponents) == 2
     assert all(map(bool, exponents))
+    assert bool(whole["scaler"]) == (precision == "fp16")
 
 
 @pytest.mark.slow

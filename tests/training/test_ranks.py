@@ -141,6 +141,10 @@ CASES = {
         optimizer="sgd",
         sam_rho=0.1,
     ),
+    # Muon makes a matrix orthogonal, of whatever length: each rank must begin from the same one.
+    "nadamuon": dict(
+        model="test_vit", objective="ce", microbatch=2, mixtoken=False, optimizer="nadamuon"
+    ),
     # Gradients of both networks are averaged before they are aligned.
     "bootstrap": dict(
         model="bootstrapping_vit_micro",
@@ -155,11 +159,11 @@ CASES = {
 }
 
 
-# The slow ones are much like `parts` and `drloc`.
+# The slow ones are much like `parts`, `drloc` and `sam, sparse`.
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(n, marks=[pytest.mark.slow] * (n in ("mixtoken", "drloc, parts")))
+        pytest.param(n, marks=[pytest.mark.slow] * (n in ("mixtoken", "drloc, parts", "nadamuon")))
         for n in CASES
     ],
 )

@@ -90,11 +90,12 @@ def vit_b_drloc() -> Config:
         --out runs/vit_b_drloc
 
     Table 9, CIFAR-10, CIFAR-100, Infograph: 73.91 / 61.42 / 12.22 % (71.70 / 59.67 / 11.79
-    without). The public code does not pool (--drloc-grid 0). Its ViT has no bias on q, k and v, and
-    dropout of 0.1 after the attention's projection and both layers of the MLP: --model-kwargs
-    qkv_bias=False proj_drop_rate=0.1, 86,540,008 parameters, not 86,567,656. It also initializes
-    class token and position table with a standard deviation of 1, timm's with 0.02 or less, and its
-    norms add 1e-5, not 1e-6. Not run here.
+    without). The public code does not pool and counts positions, of which there are 14:
+    --drloc-grid 0 --drloc-weight 0.14. Its ViT has no bias on q, k and v, and dropout of 0.1 after
+    the attention's projection and both layers of the MLP: --model-kwargs qkv_bias=False
+    proj_drop_rate=0.1, 86,540,008 parameters, not 86,567,656. It also initializes class token and
+    position table with a standard deviation of 1, timm's with 0.02 or less, and its norms add 1e-5,
+    not 1e-6. Not run here.
     """
     return with_options(DRLOC, model="vit_base_patch16_224", drloc_weight=0.01)
 

@@ -295,6 +295,16 @@ def test_drloc_recipes_match_supplementary(command):
     assert with_options(micro, drloc="none", drloc_grid=7) == plain
 
 
+@pytest.mark.parametrize(
+    ("name", "positions"), [("swin_t", 7), ("cvt", 7), ("t2t", 7), ("vit_b", 14)]
+)
+def test_help_of_drloc_recipes_has_the_scale_of_the_public_code(name, positions):
+    """It does not divide offsets by the positions of the grid; ViT-B's is not pooled there."""
+    recipe = NAMED[f"{name}_drloc"]
+    scaled = recipe().objective.drloc.weight * positions
+    assert re.search(rf"--drloc-weight {scaled:.2g}\b(?!\.\d)", getdoc(recipe))
+
+
 def test_published_vit_b_of_drloc_has_the_parameters_in_the_help():
     """86.4 M in the paper; without the biases of q, k and v as counted on the public code."""
     about = " ".join(getdoc(NAMED["vit_b_drloc"]).split())

@@ -242,6 +242,47 @@ def test_commands_parse(command):
     tyro.cli(PROGRAMS[program], args=words[words.index(program) + 1 :])
 
 
+def test_rows_of_a_table_have_commands_of_their_own():
+    """But for the two networks of one run: a transformer and its agent."""
+    rows = {}
+    for claim in CLAIMS:
+        if claim.command != "–" and not LINKED.match(claim.command):
+            run = re.sub(r"^(joint|shared), (Agent|ViT)-", r"\1, ", claim.row)
+            rows.setdefault((claim.paper, claim.where, claim.command), set()).add(run)
+    assert [names for names in rows.values() if len(names) > 1] == []
+    for section in re.split(r"^## ", ABLATIONS, flags=re.M)[1:]:
+        commands = re.findall(r"`(python train\.py [^`]+)`", section)
+        assert len(commands) == len(set(commands)), section.partition("\n")[0]
+
+
+# What a row's name says of its command, and the words that this command has then.
+NAMED_OPTIONS = {
+    r"(\d+) neurons": "--drloc-hidden {}",
+    r"batch (\d+)": "--batch {}",
+    r"[C-F]: (\w+)": "--drloc {}",
+    r"A: Swin-T": "--drloc none",
+    r"^(BN|LN)-(BN|LN)": "norms=('{}', '{}')",
+    r"ViT-([SB])-(SAM|Sparse)": "bootstrapping_vit_{}_{}",
+    r"^Agent-([SB])$": "agent_{}",
+    r"^DHVT-([TS])": "dhvt_{}",
+    r"^LV-ViT-([SML])": "lvvit_{}",
+}
+
+
+def test_commands_have_what_their_row_names():
+    checked = dict.fromkeys(NAMED_OPTIONS, 0)
+    for claim in CLAIMS:
+        for pattern, words in NAMED_OPTIONS.items():
+            if claim.command == "–" or not (found := re.search(pattern, claim.row)):
+                continue
+            parts = [{"BN": "batch", "LN": "layer"}.get(p, p.lower()) for p in found.groups()]
+            # DHVT's default is BatchNorm twice.
+            wanted = words.format(*parts).replace("norms=('batch', 'batch')", "")
+            assert re.search(re.escape(wanted) + r"(?!\d)", claim.command), claim
+            checked[pattern] += 1
+    assert all(checked.values()), checked
+
+
 def test_models_and_recipes_of_commands_exist():
     named = {name for c in COMMANDS for name in re.findall(r"--model (\w+)|costs\.py (\w+)", c)}
     assert all(map(timm.is_model, filter(None, chain(*named))))

@@ -4,8 +4,9 @@
     python tools/ablations.py --out ablations --seeds 0 1 2 --rows ce drloc token-label
 
 The rows follow Tables 3 to 7 and 9 of Token Labeling (arXiv 2104.10858), Table 6 of DRLoc's
-supplementary material (arXiv 2106.03746), and Tables 1, 4 and 5 of Bootstrapping ViTs (arXiv
-2112.03552); DHVT (arXiv 2210.05958) is compared with DeiT.
+supplementary material (arXiv 2106.03746), Tables 1, 4 and 5 of Bootstrapping ViTs (arXiv
+2112.03552), and Figures 1 and 2 of DHVT's supplementary material (arXiv 2210.05958), which is also
+compared with DeiT.
 
 Each row trains `lvvit_micro` (or `dhvt_micro`), 4 blocks at 64 pixels, for eight epochs: one to two
 minutes on two CPU cores. The rows of Bootstrapping ViTs train `bootstrapping_vit_micro` for forty
@@ -40,8 +41,9 @@ VIT, JOINT, SHARED = (f"bootstrapping_micro_{name}" for name in ("scratch", "joi
 DHVT, DEIT = "dhvt_micro_ce", "deit_tiny_patch16_224"
 # The size of dhvt_micro.
 DEIT_SIZES = ("img_size=64", "patch_size=8", "embed_dim=96", "depth=4", "num_heads=4")
-# DHVT with DeiT's patch embedding, position table and MLP: of its parts only head tokens remain.
-DEIT_LIKE = ("embedding='patch'", "pos_embed=True", "feed_forward='mlp'", "aggregate='none'")
+# DeiT's parts in DHVT: its patch embedding instead of SOPE, its MLP instead of DAFF.
+PATCH, MLP = "embedding='patch'", ("feed_forward='mlp'", "aggregate='none'")
+POSITIONS, NO_HEAD_TOKENS = "pos_embed=True", "head_tokens=False"
 # Values of the published commands of Token Labeling; random erasing is the paper's CutOut.
 ERASE, OPERATIONS = ("--erase-probability", "0.25"), ("--rand-augment", "rand-m9-mstd0.5-inc1")
 
@@ -49,6 +51,11 @@ ERASE, OPERATIONS = ("--erase-probability", "0.25"), ("--rand-augment", "rand-m9
 def model(*arguments: str) -> tuple[str, ...]:
     """Return a row of Tables 3, 4, 5 or 9: image labels, and model arguments that differ."""
     return CE, "--model-kwargs", *arguments
+
+
+def curve(*arguments: str) -> tuple[str, ...]:
+    """Return a curve of DHVT's figures, with model arguments and an evaluation in each epoch."""
+    return DHVT, "--eval-every", "1", *(("--model-kwargs", *arguments) if arguments else ())
 
 
 # Each row: its name, its recipe and the options that differ from the recipe. The base (`ce`) has
@@ -94,9 +101,17 @@ RUNS = {
     "token-label": (TOKENS,),
     "token-label-drloc": (f"{TOKENS}_drloc",),
     "deit-tiny": (DHVT, "--model", DEIT, "--model-kwargs", *DEIT_SIZES),
-    "deit-tiny-head-tokens": (DHVT, "--model-kwargs", *DEIT_LIKE),
-    "dhvt-no-head-tokens": (DHVT, "--model-kwargs", "head_tokens=False"),
-    "dhvt": (DHVT,),
+    # DHVT's Figures 1 and 2: head tokens, SOPE and DAFF, the latter two with and without a position
+    # table. The first row is a ViT, the last DHVT.
+    "dhvt-plain": curve(PATCH, *MLP, POSITIONS, NO_HEAD_TOKENS),
+    "dhvt-head-tokens": curve(PATCH, *MLP, POSITIONS),
+    "dhvt-sope-positions": curve(*MLP, POSITIONS, NO_HEAD_TOKENS),
+    "dhvt-sope": curve(*MLP, NO_HEAD_TOKENS),
+    "dhvt-daff-positions": curve(PATCH, POSITIONS, NO_HEAD_TOKENS),
+    "dhvt-daff": curve(PATCH, NO_HEAD_TOKENS),
+    "dhvt-no-head-tokens-positions": curve(POSITIONS, NO_HEAD_TOKENS),
+    "dhvt-no-head-tokens": curve(NO_HEAD_TOKENS),
+    "dhvt": curve(),
     "vit": (VIT,),
     "vit-agent": ("bootstrapping_micro_agent",),
     "vit-joint": (JOINT,),
@@ -123,7 +138,9 @@ TABLES = {
         "Table 9, norms": "ce groups-1 groups-2 groups-3 groups-6 post-norm",
         "DRLoc's Table 6, variants": "ce drloc drloc-signed drloc-ce drloc-reg drloc-all",
         "DRLoc, beside token labels": "token-label token-label-drloc",
-        "DHVT's Figures 1 and 2": "deit-tiny deit-tiny-head-tokens dhvt-no-head-tokens dhvt",
+        "DHVT, beside DeiT": "deit-tiny dhvt",
+        "DHVT's Figures 1 and 2": "dhvt-plain dhvt-head-tokens dhvt-sope-positions dhvt-sope "
+        "dhvt-daff-positions dhvt-daff dhvt-no-head-tokens-positions dhvt-no-head-tokens dhvt",
         "Bootstrapping, Table 1": "vit vit-agent vit-joint vit-shared vit-shared-unaligned",
         "Bootstrapping, Table 4": "vit-joint-answers vit-joint-features vit-joint-constant "
         "vit-joint-squares vit-joint-published",

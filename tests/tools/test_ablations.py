@@ -1,8 +1,10 @@
 """Ablations: every row is a command with a model that can be built; runs are kept and tabulated."""
 
 import json
+import shlex
 import shutil
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +13,11 @@ import densefeed.train as run
 from densefeed.recipes import RECIPES
 from densefeed.system.errors import UserError
 from densefeed.system.options import leaves
+from densefeed.tools import ablations
 from densefeed.tools.ablations import RUNS, TABLES, Ablations
 from densefeed.tools.quickstart import Quickstart
 
+from ..documents import table_rows
 from ..runs import meta_device, model_for, objective_for
 
 
@@ -80,9 +84,9 @@ def test_the_rows_of_a_table_differ_in_what_the_table_compares(configs):
     assert switches == [{field} for field in fields]
     assert differing("vit", "vit-joint") == differing("vit", "vit-shared") == {"bootstrap"}
     assert differing("vit", "vit-agent") == {"model"}
-    deit, _, *dhvts = TABLES["DHVT's Figures 1 and 2"]
-    assert differing(deit, dhvts[-1]) == {"model", "model_kwargs"}
-    assert differing(*dhvts) == {"model_kwargs"}
+    assert differing(*TABLES["DHVT, beside DeiT"]) == {"model", "model_kwargs", "eval_every"}
+    full, *others = reversed(TABLES["DHVT's Figures 1 and 2"])
+    assert [differing(full, name) for name in others] == [{"model_kwargs"}] * 8
     none, *variants = TABLES["DRLoc's Table 6, variants"]
     assert [differing(none, name) for name in variants] == [{"drloc", "drloc_grid"}] * 5
     assert [configs[name].objective.drloc.variant for name in variants] == [
@@ -93,6 +97,17 @@ def test_the_rows_of_a_table_differ_in_what_the_table_compares(configs):
         "all",
     ]
     assert differing(*TABLES["DRLoc, beside token labels"]) == {"drloc", "drloc_grid"}
+
+
+def test_curves_of_dhvt_have_the_parts_of_those_at_full_size(configs):
+    """In the same order; the full-size commands name DHVT-T."""
+    text = (Path(ablations.__file__).parents[1] / "recipes" / "ABLATIONS.md").read_text()
+    section = text.partition("## DHVT's Figures 1 and 2")[2].partition("\n## ")[0]
+    commands = [shlex.split(line.strip("`")) for _, line, _ in table_rows(section, 3)]
+    full = [set(words[4:]) for words in commands]
+    small = [set(configs[n].model.kwargs) for n in TABLES["DHVT's Figures 1 and 2"]]
+    assert small == full
+    assert len(small) == 9
 
 
 @pytest.mark.slow

@@ -13,12 +13,13 @@ import densefeed.train as run
 from densefeed.recipes import RECIPES
 from densefeed.system.errors import UserError
 from densefeed.system.options import leaves
-from densefeed.tools import ablations
 from densefeed.tools.ablations import RUNS, TABLES, Ablations
 from densefeed.tools.quickstart import Quickstart
 
 from ..documents import table_rows
 from ..runs import meta_device, model_for, objective_for
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -101,13 +102,24 @@ def test_the_rows_of_a_table_differ_in_what_the_table_compares(configs):
 
 def test_curves_of_dhvt_have_the_parts_of_those_at_full_size(configs):
     """In the same order; the full-size commands name DHVT-T."""
-    text = (Path(ablations.__file__).parents[1] / "recipes" / "ABLATIONS.md").read_text()
+    text = (ROOT / "densefeed/recipes/ABLATIONS.md").read_text()
     section = text.partition("## DHVT's Figures 1 and 2")[2].partition("\n## ")[0]
     commands = [shlex.split(line.strip("`")) for _, line, _ in table_rows(section, 3)]
     full = [set(words[4:]) for words in commands]
     small = [set(configs[n].model.kwargs) for n in TABLES["DHVT's Figures 1 and 2"]]
     assert small == full
     assert len(small) == 9
+
+
+def test_curves_in_the_docs_are_those_of_the_rows():
+    """In the order of the tables: 8 epochs of a seed, and the last of another one."""
+    text = (ROOT / "docs/results/small-datasets.md").read_text()
+    section = text.partition("## DHVT's Figures 1 and 2")[2].partition("\n## ")[0]
+    rows = table_rows(section, 12)
+    assert [name.strip("`") for _, _, name, *_ in rows] == list(TABLES["DHVT's Figures 1 and 2"])
+    assert all(5 < float(top1) < 100 for _, _, _, *curve, _ in rows for top1 in curve)
+    named = section.partition("--rows ")[2].partition("\npython")[0].replace("\\", " ").split()
+    assert named == list(TABLES["DHVT's Figures 1 and 2"])
 
 
 @pytest.mark.slow

@@ -428,26 +428,30 @@ def processes():
 def test_workers_killed_at_random_times_lose_no_row(many, whole, tmp_path, processes):
     """Four workers; after each SIGKILL another joins, and one is stopped for longer than its lease.
 
-    `make soak` kills 20 times.
+    `make soak` kills 20 times. Passes are repeated until one that was killed held a lease.
     """
     seed = 0 if KILLS == 3 else int.from_bytes(os.urandom(4))
     draws, kills, resumed, rounds = random.Random(seed), 0, 0, 0
-    while kills < KILLS:
+    while kills < KILLS or (resumed < 2 and rounds < 20):
         out = tmp_path / f"maps-{rounds}"
         alive = [processes(many, out) for _ in range(5)]
         stopped = alive.pop()
         try:
             wait_for(lambda out=out: list((out / SHARDS).glob("*.json")))
             os.kill(stopped.pid, signal.SIGSTOP)
-            while kills < KILLS and all(child.is_alive() for child in alive):
+            while all(child.is_alive() for child in alive) and not (out / MANIFEST).exists():
                 time.sleep(draws.uniform(0.1, 0.5))
+                if kills >= KILLS and resumed > 1:
+                    break
                 child = alive.pop(draws.randrange(4))
                 child.kill()
                 child.join()
                 kills += child.exitcode == -signal.SIGKILL
                 alive.append(processes(many, out))
-                resumed = max(resumed, *map(generation, (out / LEASES).glob("*.*")), 0)
-            wait_for(lambda out=out: (out / MANIFEST).exists())
+                resumed = max(resumed, count_holders(out))
+            while not (out / MANIFEST).exists():
+                time.sleep(0.02)
+                resumed = max(resumed, count_holders(out))
             os.kill(stopped.pid, signal.SIGCONT)
             for child in [*alive, stopped]:
                 child.join(120)
@@ -462,8 +466,10 @@ def test_workers_killed_at_random_times_lose_no_row(many, whole, tmp_path, proce
     print(f"seed {seed}: {kills} kills in {rounds} passes, up to {resumed} holders of a shard")
 
 
-def generation(lease: Path) -> int:
-    return int(suffix) if (suffix := lease.suffix[1:]).isdecimal() else 0
+def count_holders(out: Path) -> int:
+    """The most holders that the lease of any unfinished shard had."""
+    endings = (lease.suffix[1:] for lease in (out / LEASES).glob("*.*"))
+    return max((int(ending) for ending in endings if ending.isdecimal()), default=0)
 
 
 def wait_for(condition, seconds: float = 60) -> None:

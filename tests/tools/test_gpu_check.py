@@ -169,6 +169,17 @@ def test_unknown_stages_are_refused():
         GpuCheck(only=("step",))
 
 
+def test_stages_have_time_for_what_they_compile():
+    """A stage that is stopped has no rows. One that is longer than a call would never end."""
+    for stage in gpu_check.STAGES:
+        assert stage.limit < GpuCheck().seconds
+        if stage.words.startswith("benchmarks.step"):
+            _, _, modes = stage.words.partition("--modes ")
+            # `compiled` by default.
+            assert modes in ("", "eager compiled", "whole captured")
+            assert stage.limit >= (360 if "whole" in modes else 240)
+
+
 @pytest.mark.slow
 def test_every_stage_runs_on_a_cpu(tmp_path):
     words = [sys.executable, "-m", "densefeed.tools.gpu_check", "--device", "cpu", "--small"]

@@ -360,3 +360,13 @@ def test_a_run_without_an_agent_is_refused(options, joint_run):
         torch.save(saved | {"config": config}, path)
         with pytest.raises(UserError, match=r"its agent cannot be built for inputs of"):
             main(options(source=str(joint_run[0]), network="agent", size=SIZE))
+
+
+def test_the_guide_uses_files_of_the_quickstart():
+    guide = (Path(__file__).parents[2] / "docs/guides/explain.md").read_text()
+    places = re.findall(r"^python tools/explain.py (\S+) --images (\S+)", guide, re.M)
+    steps = (Path(__file__).parents[2] / "docs/start/quickstart.md").read_text()
+    assert places
+    for run, images in places:
+        assert f"--out {run}\n" in steps
+        assert f"--data {images} " in steps

@@ -20,7 +20,7 @@ from densefeed.system.errors import UserError
 from . import numpy_graph as plain
 from .small_models import CVT, WRITTEN, build_written, draw_images, randomize, write_out
 from .test_capture import traces
-from .written_out import vit, vit_patches, with_class_token
+from .written_out import swin, vit, vit_patches, with_class_token
 
 FAMILIES = pytest.mark.parametrize("family", WRITTEN)
 GRIDS = {"vit": (3, 3), "lvvit": (3, 3), "dhvt": (4, 4), "t2t": (2, 2), "cvt": (4, 4)}
@@ -226,6 +226,37 @@ def test_float32_and_frozen_models(frozen):
     limit = 0.02 * exact.max().item()
     torch.testing.assert_close(actual.double(), exact, rtol=0, atol=limit)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("side", [2, 3])
+def test_windows_are_those_written_out_in_numpy(side):
+    """Matrices, logits and gradient x attention of a Swin, windows of even and odd size."""
+    torch.manual_seed(0)
+    fields = dict(window_size=side, embed_dim=12, depths=(2,), num_heads=(3,), img_size=24)
+    model = timm.create_model("swin_tiny_patch4_window7_224", num_classes=5, **fields)
+    model, rng = randomize(model).eval(), torch.Generator().manual_seed(1)
+    images = torch.randn(2, 3, 24, 24, generator=rng, dtype=torch.float64)
+    with capture_attention(model) as captured, torch.no_grad():
+        logits = model(images)
+    assert [record.layout.windows.shift for record in captured] == [(0, 0), (1, 1)]
+    weighted = gradient_attention(model, images, TARGET_NJ)
+    w = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    for n, image in enumerate(images):
+        output, matrices = swin(image.numpy(), w, 3, side)
+        np.testing.assert_allclose(logits[n : n + 1], output.value, atol=1e-10)
+        for record, node in zip(captured, matrices, strict=True):
+            weights = record.weights.unflatten(0, (2, -1))[n]
+            np.testing.assert_allclose(weights, node.value, rtol=0, atol=1e-12)
+        for j, target in enumerate(TARGET_NJ[n]):
+            (gradient,) = results(matrices[-1:], output, target, "gradient")
+            rows = np.maximum(gradient * matrices[-1].value, 0).mean((1, 2))
+            # The map as it was shifted, window by window.
+            expected, count = np.zeros((6, 6)), 6 // side
+            for place, row in enumerate(rows):
+                top, left = side * (place // count), side * (place % count)
+                expected[top : top + side, left : left + side] = row.reshape(side, side)
+            expected = np.roll(expected, (1, 1), (0, 1))
+            np.testing.assert_allclose(weighted[n, j], expected, rtol=1e-9)
 
 
 def test_windows_have_gradient_attention_alone():

@@ -5,6 +5,7 @@ Each function returns the logits `[1, K]` and the attention matrices `[M, Q, K]`
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import product
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from .numpy_graph import (
     Array,
     Node,
     add,
+    arrange,
     batch_norm,
     columns,
     concat,
@@ -233,3 +235,62 @@ def cvt_block(
     x = add(x, dense(out, w, f"{name}.attn.proj"))
     z = layer_norm(x, w, f"{name}.norm2", 1e-5)
     return add(x, mlp(z, w, f"{name}.mlp", quick_gelu)), weights
+
+
+def swin(image: Array, w: dict, heads: int, side: int) -> Output:
+    """One stage of timm's Swin of two blocks, the second with shifted windows of `side` patches.
+
+    Its matrices are those of all windows, `[W, M, Q, K]`, row by row.
+    """
+    m = vit_patches(image, w)
+    grid, matrices = m.shape[1:], []
+    x = layer_norm(Node(m.reshape(len(m), -1).T), w, "patch_embed.norm", 1e-5)
+    for number in range(2):
+        name = f"layers.0.blocks.{number}"
+        z = layer_norm(x, w, f"{name}.norm1", 1e-5)
+        out, weights = window_attention(z, w, f"{name}.attn", heads, grid, side, number)
+        x = add(x, out)
+        x = add(x, mlp(layer_norm(x, w, f"{name}.norm2", 1e-5), w, f"{name}.mlp"))
+        matrices.append(weights)
+    return dense(mean(layer_norm(x, w, "norm", 1e-5)), w, "head.fc"), matrices
+
+
+def window_attention(
+    x: Node, w: dict, name: str, heads: int, grid: tuple[int, int], side: int, shift_by: int
+) -> tuple[Node, Node]:
+    (R, C), D = grid, x.value.shape[1]
+    # Patches by window, and whether they have come around an edge of the map.
+    places, around = [], []
+    for top, left in product(range(0, R, side), range(0, C, side)):
+        for r, c in product(range(top, top + side), range(left, left + side)):
+            r, c = r + shift_by, c + shift_by
+            places.append(r % R * C + c % C)
+            around.append((r >= R, c >= C))
+    back = np.argsort(places)
+    x = arrange(x, lambda v: v[places], lambda g: g[back])
+    qkv = dense(x, w, f"{name}.qkv")
+    shape = (len(places) // side**2, side**2, heads, D // heads)
+    q, k, v = (
+        arrange(
+            columns(qkv, part * D, (part + 1) * D),
+            lambda v: v.reshape(shape).swapaxes(1, 2),
+            lambda g: g.swapaxes(1, 2).reshape(-1, D),
+        )
+        for part in range(3)
+    )
+    scores = scale(matmul(q, flip(k)), (D / heads) ** -0.5)
+    table, tokens = w[f"{name}.relative_position_bias_table"], list(np.ndindex(side, side))
+    bias = np.zeros((heads, side**2, side**2))
+    for (i, (r, c)), (j, (s, d)) in product(enumerate(tokens), repeat=2):
+        bias[:, i, j] = table[(r - s + side - 1) * (2 * side - 1) + c - d + side - 1]
+    region = np.array(around).reshape(len(scores.value), side**2, 2)
+    # Patches from opposite edges do not see each other.
+    apart = (region[:, :, None] != region[:, None]).any(-1)
+    weights = softmax(shift(scores, bias - 100.0 * apart[:, None]))
+    out = arrange(
+        matmul(weights, v),
+        lambda v: v.swapaxes(1, 2).reshape(-1, D),
+        lambda g: g.reshape(shape).swapaxes(1, 2),
+    )
+    out = dense(out, w, f"{name}.proj")
+    return arrange(out, lambda v: v[back], lambda g: g[places]), weights

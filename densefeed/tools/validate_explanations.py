@@ -333,11 +333,9 @@ def measure(
     trained: Trained, samples: Samples, device: torch.device, options: MapValidation
 ) -> dict:
     """Explain all images; return the row of the result."""
-    model, names = trained.model.to(device), samples.images.class_names
-    stand_in = imagenet_names(model)
-    match = match_classes(names, trained.class_names, model.num_classes, stand_in)
+    model, columns = trained.model.to(device), find_columns(trained, samples).to(device)
     normalize, make_maps = Normalize(trained.mean, trained.std).to(device), MapMaker(model)
-    columns, scores, right = torch.tensor(match.columns, device=device), Scores(), 0
+    scores, right = Scores(), 0
     for rows, inputs in batches(samples, trained, options):
         image_NCHW, asked = normalize(inputs.pixels.to(device)), list_classes(inputs)
         target_NJ = columns[torch.tensor(asked, device=device)]
@@ -353,6 +351,14 @@ def measure(
         if curve_steps(options):
             score_curves(scores, maps | random, model, image_NCHW, target_NJ[:, 0], options)
     return describe(trained, scores, make_maps.refused, right / len(samples.rows), options)
+
+
+def find_columns(trained: Trained, samples: Samples) -> Tensor:
+    """Return the logit of each class of the data, int64 `[L]`. UserError if one has none."""
+    model = trained.model
+    names, stand_in = samples.images.class_names, imagenet_names(model)
+    match = match_classes(names, trained.class_names, model.num_classes, stand_in)
+    return torch.tensor(match.columns)
 
 
 def list_classes(inputs: Inputs) -> list[list[int]]:
@@ -381,6 +387,11 @@ def describe(
     }
 
 
+def open_model(path: Path, options: MapValidation) -> Trained:
+    """Load the model of a checkpoint or run folder. Raises UserError."""
+    return open_trained(path, options.weights, options.model, options.size)
+
+
 def check_options(options: MapValidation) -> None:
     """Raise UserError for options that need no model to be refused."""
     if options.json:
@@ -401,10 +412,13 @@ def main(options: MapValidation) -> dict:
     check_options(options)
     limit_pixels(options.max_pixels)
     device, samples = choose_device(options.device), open_samples(options)
-    rows = []
-    for path in options.checkpoints:
-        trained = open_trained(path, options.weights, options.model, options.size)
-        rows.append({"run": str(path)} | measure(trained, samples, device, options))
+    # Before the first is measured, which may take hours, whose result would be lost.
+    for path in options.checkpoints[1:]:
+        find_columns(open_model(path, options), samples)
+    rows = [
+        {"run": str(path)} | measure(open_model(path, options), samples, device, options)
+        for path in options.checkpoints
+    ]
     if not any(row["maps"] for row in rows):
         reasons = [reason for row in rows for reason in row["refused"].values()]
         raise UserError("; ".join(dict.fromkeys(reasons)))

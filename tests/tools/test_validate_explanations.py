@@ -200,6 +200,19 @@ def test_refusals(model, scenes, tmp_path):
         main(replace(given, json=config))
 
 
+def test_a_fault_of_the_second_model_is_found_before_the_first_is_measured(
+    model, scenes, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(validate_explanations, "measure", None)
+    damaged, few = tmp_path / "damaged.safetensors", tmp_path / "few.safetensors"
+    damaged.write_bytes(b"damaged")
+    small = timm.create_model("lvvit_micro", img_size=64, num_classes=5)
+    save_file(small.state_dict(), few)
+    for path, message in ((damaged, "damaged.safetensors"), (few, "5 classes of the model")):
+        with pytest.raises(UserError, match=message):
+            main(options(model[1], scenes, checkpoints=(model[1], path)))
+
+
 def test_boxes_of_other_images_are_refused(model, scenes, tmp_path):
     """Scenes of another seed have the same names."""
     other = shutil.copytree(scenes, tmp_path / "other")

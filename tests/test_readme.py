@@ -94,6 +94,7 @@ def test_quickstart_prints_its_table_and_writes_its_report(newcomer):
     ):
         assert words in printed
     text = report.read_text()
+    assert len(text.encode()) < 1_000_000
     # 12 crops, with labels and with boxes; a scene, and two maps over it for each of 4 students.
     assert text.count("<img") == 24 + 1 + 4 * 2 * 2
     # The report is self-contained.

@@ -164,6 +164,13 @@ def test_the_commit_comes_from_the_environment_where_there_is_no_checkout(monkey
     assert commit() == "0123abc"
 
 
+def test_make_gpu_check_sets_nothing_up():
+    """A machine with a GPU may have no network; -B would run the set-up if it were needed."""
+    done = subprocess.run(["make", "-nB", "gpu-check"], cwd=ROOT, capture_output=True, text=True)
+    (line,) = done.stdout.splitlines()
+    assert line.endswith(" tools/gpu_check.py")
+
+
 def test_unknown_stages_are_refused():
     with pytest.raises(UserError, match="--only step is no stage; choose of tests, step-lvvit-s"):
         GpuCheck(only=("step",))

@@ -4,7 +4,8 @@ Relevance flows from a class to every attention matrix. A `RelevanceTracer` is a
 `TorchFunctionMode`: while it is active, every operation on a tensor that depends on the patches
 becomes an autograd function whose backward is the operation's rule. So `torch.autograd.grad` of the
 logits gives relevance where it would give gradients, and no model needs code for it. An operation
-without a rule is refused by name.
+without a rule is refused by name. captum's LRP has rules of modules alone, and sums and products
+inside attention are none.
 
 Published rules: alpha-beta (1, 0) without bias for linear layers; x * dZ/dx * R / Z for products,
 both operands halved; sums of branches split by the size of their relevance; softmax, LayerNorm,

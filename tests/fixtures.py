@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from densefeed.system.devices import peak_rss, tag_compiled_code
 
 from .jpeg_files import jpegs, noise, photographs  # noqa: F401
+from .object_storage import S3Server, point_to
 from .preloaded import Preloaded
 from .stores import write_store
 
@@ -145,6 +146,21 @@ def command():
     """
     with closing(Preloaded()) as preloaded:
         yield preloaded
+
+
+@pytest.fixture(scope="session")
+def s3_server():
+    """An S3 server on the loopback."""
+    server = S3Server()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def bucket(s3_server):
+    """The URL of an empty bucket, which this process and those that it starts can use."""
+    point_to(s3_server.port)
+    return s3_server.make_bucket()
 
 
 def photograph(rng: np.random.Generator, height: int, width: int) -> Image.Image:

@@ -18,8 +18,10 @@ import numpy as np
 import tyro
 from typeguard import CollectionCheckStrategy, TypeCheckError
 from typeguard import check_type as check
+from tyro.constructors import PrimitiveConstructorSpec
 
 from densefeed.system.errors import UserError
+from densefeed.system.object_store import ObjectURL, parse_location
 
 Nested = TypeVar("Nested")
 
@@ -54,6 +56,17 @@ Count = Annotated[int, Bounds(1)]
 NonNegative = Annotated[float, Bounds(0)]
 NonNegativeInt = Annotated[int, Bounds(0)]
 Fraction = Annotated[float, Bounds(0, 1)]
+# A local path, or a URL of object storage, which a Path would not keep.
+Location = Annotated[
+    Path | ObjectURL,
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="PATH|URL",
+        instance_from_str=lambda words: parse_location(words[0]),
+        is_instance=lambda value: isinstance(value, Path | ObjectURL),
+        str_from_instance=lambda value: [str(value)],
+    ),
+]
 
 
 class Options:
@@ -207,7 +220,7 @@ def from_dict(template: Nested, values: Mapping[str, Any]) -> Nested:
             if not isinstance(value, str) or "\0" in value:
                 raise TypeError(f"{name} is no path")
             # JSON has no paths.
-            found[name] = Path(value)
+            found[name] = parse_location(value) if ObjectURL in get_args(kind) else Path(value)
         else:
             found[name] = value
     return type(template)(**found)

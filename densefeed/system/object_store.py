@@ -1,0 +1,211 @@
+"""Object storage (S3, Google Cloud Storage, Azure) by URL, through the package obstore.
+
+Credentials, endpoint and region come from the environment, with the names that obstore knows:
+AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_REGION, AWS_ENDPOINT_URL,
+AWS_ALLOW_HTTP, AWS_TIMEOUT, GOOGLE_SERVICE_ACCOUNT, AZURE_STORAGE_ACCOUNT_NAME and others; on
+machines of a cloud, from its metadata service. A URL holds none of them, and obstore's messages,
+which quote requests and replies, are never printed.
+
+obstore repeats a request whose reply is an error of the server (5xx), throttling (429, 503) or a
+lost connection at most 8 times, with pauses that grow from 0.1 to 10 s, and not after 60 s. A
+request may take 30 s (AWS_TIMEOUT=60s changes that).
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from densefeed.system.errors import UserError
+
+Result = TypeVar("Result")
+
+SCHEMES = ("s3", "gs", "az")
+BUCKET = re.compile(rf"({'|'.join(SCHEMES)})://[A-Za-z0-9][A-Za-z0-9._-]*")
+# What is left of a URL that was read as a path.
+COLLAPSED = re.compile(rf"({'|'.join(SCHEMES)}):/(?=[^/])")
+# A lease lasts 60 s: a renewal that takes longer is of no use.
+RETRIES = {
+    "max_retries": 8,
+    "retry_timeout": timedelta(seconds=60),
+    "backoff": {
+        "init_backoff": timedelta(milliseconds=100),
+        "max_backoff": timedelta(seconds=10),
+        "base": 2,
+    },
+}
+# Attempts at what obstore does not repeat: a request whose reply was cut, or did not come in time.
+ATTEMPTS = 3
+# Why a request failed, by the provider's code or obstore's words, and the remedy. The first counts.
+REASONS = {
+    r"NoSuchBucket|ContainerNotFound|bucket does not exist": (
+        "there is no such bucket; create it, or correct the URL or the endpoint (AWS_ENDPOINT_URL)"
+    ),
+    r"ExpiredToken|TokenRefreshRequired|token .{0,40}expired": (
+        "the credentials have expired; renew them in the environment and run it again"
+    ),
+    r"RequestTimeTooSkewed|RequestExpired": (
+        "the clock of this machine differs from that of the storage; set it and run it again"
+    ),
+    r"169\.254\.|metadata\.google|Missing credentials|CredentialNotFound": (
+        "no credentials were found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or those of "
+        "the provider, in the environment"
+    ),
+    r"Account must be specified": (
+        "the account is not known; set AZURE_STORAGE_ACCOUNT_NAME in the environment"
+    ),
+    r"builder error": (
+        "the endpoint is no https URL; correct AWS_ENDPOINT_URL, or set AWS_ALLOW_HTTP=true for a "
+        "server in your own network"
+    ),
+    r"PermanentRedirect|AuthorizationHeaderMalformed|Received redirect without LOCATION": (
+        "the bucket is in another region; set AWS_REGION in the environment"
+    ),
+    r"code: 501|NotImplemented|NotSupported": (
+        "the storage lacks a request that is needed; workers need conditional writes "
+        "(If-None-Match), as S3, Google Cloud Storage, Azure and MinIO have"
+    ),
+    r"code: 40[13]|Unauthenticated|PermissionDenied": (
+        "access was refused; check the credentials in the environment, and what they may do"
+    ),
+    r"SlowDown|TooManyRequests|code: (429|503)": (
+        "the storage refuses more requests, also after pauses; run it again later, with fewer "
+        "workers"
+    ),
+    r"TimedOut|kind: Timeout|timed out": (
+        "the storage did not reply in time; check the network, or set AWS_TIMEOUT=120s, and run it "
+        "again"
+    ),
+    r"kind: Connect|error sending request": (
+        "the storage cannot be reached; check the network and the endpoint (AWS_ENDPOINT_URL)"
+    ),
+    r"code: 5\d\d": "the storage failed, also after pauses; run it again later",
+    r"NotFoundError|code: 404": "there is no such object; check the URL",
+}
+UNKNOWN = "the storage refused the request or its reply was damaged; check the URL and endpoint"
+
+
+class StorageError(UserError, OSError):
+    """A request to object storage failed after all attempts.
+
+    It is an OSError too: code that tolerates a disk that fails for a while tolerates this.
+    """
+
+
+class ObjectURL(str):
+    """A place in object storage: `s3://bucket/folder/name`, or `s3://bucket`.
+
+    It is no Path, which would write `s3:/bucket`. Raises UserError for another form.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, text: str) -> "ObjectURL":
+        """Check a URL; slashes at its end are dropped."""
+        text = text.rstrip("/")
+        # These may be credentials or a signature, which are not printed.
+        if re.search(r"[?#]|://[^/]*@", text):
+            raise UserError(
+                "a URL of object storage has no credentials and no ? or # in it; give credentials "
+                "in the environment"
+            )
+        bucket = BUCKET.match(text)
+        names = text[bucket.end() :].split("/") if bucket else ["x"]
+        if names[0] or {"", ".", ".."} & set(names[1:]):
+            raise UserError(f"{text} is no URL of object storage; write s3://BUCKET/FOLDER")
+        return super().__new__(cls, text)
+
+    def __truediv__(self, name: str) -> "ObjectURL":
+        return ObjectURL(f"{self}/{name}")
+
+    @property
+    def bucket(self) -> str:
+        """The URL of the bucket."""
+        return BUCKET.match(self)[0]
+
+    @property
+    def key(self) -> str:
+        """The name in the bucket; empty for the bucket itself."""
+        return self[len(self.bucket) + 1 :]
+
+
+def parse_location(text: str) -> Path | ObjectURL:
+    """Return the place that a word of the command line names: a URL, or a local path."""
+    return ObjectURL(text) if "://" in text else Path(text)
+
+
+def find_url(path: Path) -> ObjectURL | None:
+    """Return the URL that was read as a path, as by an option that takes only paths."""
+    text = str(path)
+    return ObjectURL(COLLAPSED.sub(r"\1://", text)) if COLLAPSED.match(text) else None
+
+
+# ------------------------------------------------------------------------------------ requests
+
+
+_user: list[int] = []
+
+
+def connect(url: ObjectURL) -> Any:
+    """Return obstore's store of the URL's bucket, in which `url.key` is an object.
+
+    A process opens a bucket once. Raises UserError if obstore is missing. In a process that was
+    forked from one that has called this, obstore would wait without end: RuntimeError.
+    """
+    if _user and _user[0] != os.getpid():
+        raise RuntimeError(
+            "object storage was used before this process was forked; start it with the method "
+            "spawn or forkserver, or use threads"
+        )
+    _user[:] = [os.getpid()]
+    return open_bucket(url.bucket)
+
+
+@cache
+def open_bucket(bucket: str) -> Any:
+    """Open a bucket, by its URL."""
+    try:
+        from obstore.store import from_url
+    except ImportError:
+        raise UserError(
+            f'{bucket} needs the package obstore; run `pip install "densefeed[cloud]"`'
+        ) from None
+    # Options of the client would replace those of the environment.
+    with name_storage_errors(bucket):
+        return from_url(bucket, retry_config=RETRIES)
+
+
+@contextmanager
+def name_storage_errors(url: str) -> Iterator[None]:
+    """Raise obstore's errors as StorageError: one sentence with the URL and the remedy."""
+    from obstore.exceptions import BaseError
+
+    try:
+        yield
+    except (BaseError, OSError) as error:
+        if isinstance(error, StorageError) or getattr(error, "errno", None):
+            raise
+        # Without obstore's error, whose text may hold what belongs to the credentials.
+        raise StorageError(f"{url}: {explain(error)}") from None
+
+
+def explain(error: Exception) -> str:
+    """Return why a request failed, and the remedy."""
+    text = f"{type(error).__name__} {error}"
+    # Names of objects, which the error quotes too, are no reason.
+    text = re.sub(r"https?://(?!169\.254\.|metadata\.google)\S+|path:? \S+|location \S+", "", text)
+    return next((why for words, why in REASONS.items() if re.search(words, text)), UNKNOWN)
+
+
+def attempt(call: Callable[[], Result]) -> Result:
+    """Call what can be repeated without harm until it succeeds, at most `ATTEMPTS` times."""
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return call()
+        except StorageError:
+            continue
+    return call()

@@ -1,0 +1,173 @@
+"""Object storage: URLs, errors as one sentence without secrets, and what a fork would hang on."""
+
+import multiprocessing
+import os
+import pickle
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import obstore
+import pytest
+import tyro
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from densefeed.system import object_store
+from densefeed.system.errors import UserError
+from densefeed.system.object_store import (
+    ObjectURL,
+    StorageError,
+    connect,
+    explain,
+    find_url,
+    name_storage_errors,
+    parse_location,
+)
+from densefeed.system.options import Location, Options, from_dict
+
+from ..object_storage import SECRET, point_to
+
+# ------------------------------------------------------------------------------------------- URLs
+
+
+def test_a_url_has_a_bucket_and_a_key():
+    url = ObjectURL("s3://bucket/maps/")
+    assert url == "s3://bucket/maps"
+    assert (url.bucket, url.key) == ("s3://bucket", "maps")
+    assert (url / "shards/x.h5").key == "maps/shards/x.h5"
+    assert ObjectURL("gs://b").key == ""
+    assert pickle.loads(pickle.dumps(url)) == url
+    assert isinstance(pickle.loads(pickle.dumps(url)), ObjectURL)
+
+
+@pytest.mark.parametrize(
+    "text", ["s3://", "s3:///x", "s3://b//x", "s3://b/../x", "s3://b/./x", "http://b/x", "b://x"]
+)
+def test_what_is_no_url_of_object_storage_is_refused(text):
+    with pytest.raises(UserError, match="is no URL of object storage; write s3://BUCKET/FOLDER"):
+        parse_location(text)
+
+
+@pytest.mark.parametrize("text", ["s3://k:PASS@b/x", "az://b/x?sig=PASS", "s3://b/x#PASS"])
+def test_a_url_with_credentials_is_refused_and_not_printed(text):
+    with pytest.raises(UserError, match="give credentials in the environment") as error:
+        parse_location(text)
+    assert "PASS" not in str(error.value)
+
+
+name = st.text(st.characters(codec="utf-8", exclude_characters="/?#@\0"), min_size=1).filter(
+    lambda text: text not in (".", "..")
+)
+
+
+@settings(max_examples=30)
+@given(st.lists(name, min_size=1).filter(lambda names: names[-1].strip("/")))
+def test_a_url_that_was_read_as_a_path_is_found(names):
+    """Also what a Path did to it."""
+    url = ObjectURL(f"s3://bucket/{'/'.join(names)}")
+    assert find_url(Path(url)) == url
+    assert find_url(Path("/data") / url.key) is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place(Options):
+    """Options with a place."""
+
+    out: Location  # a place
+    more: Location | None = None  # another
+
+
+def test_an_option_keeps_a_url_and_a_path():
+    given = tyro.cli(Place, args=["--out", "s3://bucket/maps", "--more", "maps"])
+    assert given == Place(out=ObjectURL("s3://bucket/maps"), more=Path("maps"))
+    assert isinstance(given.out, ObjectURL)
+    assert isinstance(given.more, Path)
+    back = from_dict(given, {"out": "s3://bucket/maps", "more": "maps"})
+    assert back == given
+    assert isinstance(back.out, ObjectURL)
+    with pytest.raises(UserError, match="--out is 3, and must be"):
+        Place(out=3)
+
+
+# ----------------------------------------------------------------------------------------- errors
+
+
+@pytest.fixture
+def few_retries(monkeypatch):
+    monkeypatch.setattr(object_store, "RETRIES", object_store.RETRIES | {"max_retries": 1})
+
+
+def test_a_missing_bucket_is_named(bucket, few_retries):
+    missing = ObjectURL("s3://no-such-bucket/maps")
+    words = "s3://no-such-bucket/maps: there is no such bucket"
+    with pytest.raises(StorageError, match=words), name_storage_errors(missing):
+        obstore.put(connect(missing), missing.key, b"x")
+
+
+def test_an_error_of_storage_is_one_of_the_operating_system_too(bucket, few_retries):
+    point_to(9)
+    words = "cannot be reached; check the network and the endpoint"
+    with pytest.raises(OSError, match=words) as error, name_storage_errors(bucket / "x"):
+        obstore.get(connect(bucket), "x")
+    assert isinstance(error.value, UserError)
+    assert SECRET not in str(error.value)
+    # Nor does a traceback show obstore's error.
+    assert error.value.__suppress_context__
+
+
+def reply(status: int, code: str) -> str:
+    return (
+        "Error performing PUT http://h:1/SlowDown/NoSuchBucket.503 in 1ms - Server returned "
+        f"non-2xx status code: {status} X: <Error><Code>{code}</Code><Id>{SECRET}</Id></Error>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (reply(404, "NoSuchBucket"), "no such bucket"),
+        (reply(400, "ExpiredToken"), "expired"),
+        (reply(403, "RequestTimeTooSkewed"), "clock"),
+        (reply(403, "AccessDenied"), "access was refused"),
+        (reply(401, ""), "access was refused"),
+        (reply(503, "SlowDown"), "refuses more requests"),
+        (reply(429, ""), "refuses more requests"),
+        (reply(500, "InternalError"), "the storage failed"),
+        (reply(501, "NotImplemented"), "conditional writes"),
+        (reply(404, "NoSuchKey"), "there is no such object"),
+        (reply(400, "AuthorizationHeaderMalformed"), "AWS_REGION"),
+        ("PUT http://169.254.169.254/latest/api/token in 1s: HTTP error", "no credentials"),
+        ("HTTP error: builder error", "AWS_ALLOW_HTTP"),
+        ("Http(HttpError { kind: Timeout, source: TimedOut })", "AWS_TIMEOUT"),
+        ("quite another", "check the URL and endpoint"),
+    ],
+)
+def test_errors_are_one_sentence_without_what_the_server_sent(text, words):
+    sentence = explain(ValueError(text))
+    assert words in sentence
+    assert SECRET not in sentence
+    assert "\n" not in sentence
+
+
+def test_obstore_is_named_if_it_is_missing(bucket, monkeypatch):
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+    with pytest.raises(UserError, match=r'needs the package obstore; run `pip install "densefeed'):
+        connect(bucket)
+
+
+def test_a_forked_process_is_refused(bucket):
+    """obstore would hang there."""
+    connect(bucket)
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=exit_if_refused, args=(bucket,))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 7
+
+
+def exit_if_refused(url: ObjectURL) -> None:
+    try:
+        connect(url)
+    except RuntimeError as error:
+        os._exit(7 if "spawn" in str(error) else 1)

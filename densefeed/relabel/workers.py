@@ -14,7 +14,6 @@ from pathlib import Path
 from densefeed.relabel.labeling import Pass, label_rows
 from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, StoreHeader
 from densefeed.storage.shard_plan import (
-    PARTS,
     SHARD_IMAGES,
     SHARDS,
     Plan,
@@ -29,7 +28,8 @@ from densefeed.storage.shard_plan import (
 from densefeed.storage.shards import absorb, finish
 from densefeed.system.errors import UserError
 from densefeed.system.leases import LEASE_SECONDS, Lease, LeaseLostError, Leases
-from densefeed.system.object_folder import ObjectFolder
+from densefeed.system.object_folder import Objects, open_objects
+from densefeed.system.object_store import ObjectURL, StorageError
 from densefeed.system.progress import tally
 from densefeed.system.terminal import print
 
@@ -38,31 +38,35 @@ POLL_SECONDS = 1.0
 
 
 def join_workers(
-    work: Pass, out: Path, shard_images: int = SHARD_IMAGES, seconds: float = LEASE_SECONDS
+    work: Pass,
+    out: Path | ObjectURL,
+    shard_images: int = SHARD_IMAGES,
+    seconds: float = LEASE_SECONDS,
 ) -> ScoreMapStore | None:
     """Label shards that no other worker labels, until the whole store at `out` is finished.
 
     A worker that waits takes the shard of one that has not renewed its lease for `seconds`. Rows
-    that were written by then are kept. A shard with an image that cannot be read is left, and the
-    error is raised when no other shard is left.
+    that were written by then are kept in a folder; in object storage the shard is labeled again. A
+    shard with an image that cannot be read is left, and the error is raised when no other shard is
+    left.
 
-    Returns the store in the worker that completes it, None in the others.
+    Returns the store in the worker that completes it, None in the others, and None for a URL.
     """
-    if out.exists() and not out.is_dir():
-        raise UserError(f"{out} is a file; name a folder for --workers-join")
-    plan = plan_shards(work.images, work.header, shard_images)
-    objects = ObjectFolder(out)
+    objects, plan = open_objects(out), plan_shards(work.images, work.header, shard_images)
     share_plan(objects, plan)
     forget_lost_shards(objects, plan)
-    Worker(work, objects, plan, seconds).run()
+    with objects.make_parts() as parts:
+        Worker(work, objects, plan, parts, seconds).run()
     return complete(objects, plan)
 
 
 class Worker:
     """A process that labels shards of a plan."""
 
-    def __init__(self, work: Pass, objects: ObjectFolder, plan: Plan, seconds: float) -> None:
-        self.work, self.objects, self.plan = work, objects, plan
+    def __init__(
+        self, work: Pass, objects: Objects, plan: Plan, parts: Path, seconds: float
+    ) -> None:
+        self.work, self.objects, self.plan, self.parts = work, objects, plan, parts
         self.leases, self.seconds = Leases(objects, seconds), seconds
         self.faults: dict[str, UserError] = {}
 
@@ -106,6 +110,9 @@ class Worker:
         try:
             with lease.keep():
                 self.label_claimed(shard, lease, update)
+        except StorageError:
+            # Not a fault of the shard.
+            raise
         except (FileNotFoundError, UserError) as error:
             # Of a worker that was stopped for long, others have finished the shard, and removed its
             # unfinished file.
@@ -122,7 +129,7 @@ class Worker:
         self, shard: PlannedShard, lease: Lease, update: Callable[[int], None]
     ) -> None:
         """Label a shard, from the rows that earlier holders of its lease wrote, and publish it."""
-        path = self.objects.root / PARTS / f"{shard.name}.{lease.generation}.h5"
+        path = self.parts / f"{shard.name}.{lease.generation}.h5"
         # Rows are written raw, and converted when all are there.
         header, images = replace(shard.header, form="raw"), self.work.images
         part = slice(shard.rows.start, shard.rows.stop)
@@ -150,7 +157,8 @@ class Worker:
         # The parts first: a lease of this generation may be created again.
         for generation in range(1, lease.generation + 1):
             for ending in ("", ".part"):
-                self.objects.remove(f"{PARTS}/{lease.name}.{generation}.h5{ending}")
+                path = self.parts / f"{lease.name}.{generation}.h5{ending}"
+                path.unlink(missing_ok=True)
         lease.remove()
 
 

@@ -11,6 +11,8 @@ A finished file is published under a name that contains its checksum. Its shard 
 record exists, which is created once, so a late worker's file is the same one, or it is refused. The
 last record completes the store: its manifest is written, and nothing is merged.
 
+In object storage all of these are objects, except unfinished rows, which are on the worker's disk.
+
 The name of a shard is a hash of its header and images. When images are removed, added or mended,
 shards whose images are the same keep their names, and only the others are labeled again.
 """
@@ -29,12 +31,14 @@ from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.storage.store_file import StoreFile, StoreHeader
 from densefeed.storage.store_folder import MANIFEST, Manifest, StoredShard, hash_file, is_shard
 from densefeed.system.errors import UserError
-from densefeed.system.files import make_folder, name_errors, name_once, sync_folder
+from densefeed.system.files import scratch_folder
 from densefeed.system.json_files import parse_json
 from densefeed.system.leases import FOLDER as LEASES
 from densefeed.system.leases import LEASE_SECONDS, list_holders
 from densefeed.system.object_folder import TEMPORARY as PARTS
-from densefeed.system.object_folder import ObjectFolder
+from densefeed.system.object_folder import ObjectFolder, Objects, open_objects
+from densefeed.system.object_store import ObjectURL
+from densefeed.system.options import Location
 from densefeed.system.terminal import print
 
 PLAN, SHARDS = "plan.json", "shards"
@@ -131,7 +135,7 @@ def split_images(paths: list[str], size: int) -> list[range]:
     return ranges
 
 
-def read_plan(objects: ObjectFolder) -> StoredPlan:
+def read_plan(objects: Objects) -> StoredPlan:
     """Read the plan of a labeling; UserError if there is none, or it is damaged."""
     path = objects.root / PLAN
     if (content := objects.read(PLAN)) is None:
@@ -149,7 +153,7 @@ def read_plan(objects: ObjectFolder) -> StoredPlan:
     return StoredPlan(StoreHeader.from_json(text, path), size, rows)
 
 
-def share_plan(objects: ObjectFolder, plan: Plan) -> None:
+def share_plan(objects: Objects, plan: Plan) -> None:
     """Write the plan, unless another worker did; UserError if that one labels something else.
 
     Images may have changed, as long as a shard of the earlier plan is left, or none was finished.
@@ -179,7 +183,7 @@ def record_key(name: str) -> str:
     return f"{SHARDS}/{name}.json"
 
 
-def read_record(objects: ObjectFolder, name: str) -> StoredShard | None:
+def read_record(objects: Objects, name: str) -> StoredShard | None:
     """Read the record of a shard, None if it is not finished; UserError if it is damaged."""
     if (content := objects.read(record_key(name))) is None:
         return None
@@ -193,53 +197,48 @@ def read_record(objects: ObjectFolder, name: str) -> StoredShard | None:
     )
 
 
-def publish(objects: ObjectFolder, shard: PlannedShard, path: Path) -> bool:
+def publish(objects: Objects, shard: PlannedShard, path: Path) -> bool:
     """Give the finished file at `path` its name and create its record.
 
     Returns False if another worker has published other bytes before, which stay.
     """
-    digest = hash_file(path)
+    digest, size, fingerprint = hash_file(path), path.stat().st_size, shard.header.fingerprint
     name = f"{SHARDS}/{shard.name}-{digest[:DIGITS]}.h5"
-    final = objects.root / name
-    make_folder(final.parent)
-    with name_errors(final):
-        # A file of this name has the same bytes.
-        name_once(path, final)
-        sync_folder(final.parent)
-    size, fingerprint = final.stat().st_size, shard.header.fingerprint
+    objects.add_file(path, name, digest)
     record = StoredShard(name, len(shard.rows), size, digest, fingerprint)
     if objects.create(record_key(shard.name), json.dumps(record._asdict()).encode()):
         return True
     first = read_record(objects, shard.name)
     if first is None or first.sha256 == digest:
         return True
-    final.unlink(missing_ok=True)
+    objects.remove(name)
     print(f"shard {shard.name}: another worker published other bytes before; these are dropped")
     return False
 
 
-def forget_lost_shards(objects: ObjectFolder, plan: Plan) -> None:
+def forget_lost_shards(objects: Objects, plan: Plan) -> None:
     """Remove the records of shards whose files are gone or cut, so that they are labeled again."""
+    there = objects.list(SHARDS)
     for shard in plan.shards:
-        if (record := read_record(objects, shard.name)) is None:
-            continue
-        path = objects.root / record.file
-        if not path.is_file() or path.stat().st_size != record.bytes:
+        known = f"{shard.name}.json" in there
+        record = read_record(objects, shard.name) if known else None
+        if record and objects.size(record.file) != record.bytes:
             objects.remove(record_key(shard.name))
-            path.unlink(missing_ok=True)
+            objects.remove(record.file)
+            path = objects.root / record.file
             print(f"{path} is missing or was cut; its {record.rows:,} images are labeled again")
 
 
-def redo_images(folder: Path, images: tuple[str, ...], /) -> None:
+def redo_images(folder: Location, images: tuple[str, ...], /) -> None:
     """Remove the shards of images, by their paths in the dataset, so that they are labeled again.
 
     The same command as before then labels these shards, and writes the manifest again.
     """
-    objects, left = ObjectFolder(folder), set(images)
+    objects, left = open_objects(folder), set(images)
     for name in read_plan(objects).shards:
         if (record := read_record(objects, name)) is None:
             continue
-        if not (here := left.intersection(StoreFile(folder / record.file).paths())):
+        if not (here := left.intersection(read_paths(objects, record))):
             continue
         left -= here
         # The record first: a shard without a file is no finished one.
@@ -253,11 +252,21 @@ def redo_images(folder: Path, images: tuple[str, ...], /) -> None:
         )
 
 
-def complete(objects: ObjectFolder, plan: Plan) -> ScoreMapStore | None:
+def read_paths(objects: Objects, record: StoredShard) -> list[str]:
+    """Read the paths of a finished shard's images. From object storage the file is copied first."""
+    if isinstance(objects, ObjectFolder):
+        return StoreFile(objects.root / record.file).paths()
+    with scratch_folder() as folder:
+        copy = folder / Path(record.file).name
+        objects.fetch_file(record.file, copy, record.sha256)
+        return StoreFile(copy).paths()
+
+
+def complete(objects: Objects, plan: Plan) -> ScoreMapStore | None:
     """Write the manifest of a store that has all shards, and remove all that is no part of it.
 
-    Returns None if another worker wrote it before. UserError if the images have changed since this
-    worker joined.
+    Returns None if another worker wrote it before, or if it is in object storage, which readers do
+    not open. UserError if the images have changed since this worker joined.
     """
     if objects.read(PLAN) != plan.to_json():
         raise UserError(
@@ -276,15 +285,15 @@ def complete(objects: ObjectFolder, plan: Plan) -> ScoreMapStore | None:
             objects.remove(f"{SHARDS}/{name}")
     objects.remove_all(PARTS)
     objects.remove_all(LEASES)
-    return ScoreMapStore(objects.root) if first else None
+    return ScoreMapStore(objects.root) if first and isinstance(objects, ObjectFolder) else None
 
 
 # ------------------------------------------------------------------------------------------ status
 
 
-def measure_status(out: Path, seconds: float = LEASE_SECONDS) -> Status:
+def measure_status(out: Path | ObjectURL, seconds: float = LEASE_SECONDS) -> Status:
     """Count what all workers have done and do now, from the files of the store alone."""
-    objects = ObjectFolder(out)
+    objects = open_objects(out)
     shards, there = read_plan(objects).shards, objects.list(SHARDS)
     done = [rows for name, rows in shards.items() if f"{name}.json" in there]
     left = [name for name in shards if f"{name}.json" not in there]
@@ -295,10 +304,10 @@ def measure_status(out: Path, seconds: float = LEASE_SECONDS) -> Status:
     return Status(len(shards), len(done), sum(shards.values()), images, workers, rate)
 
 
-def print_status(out: Path, /) -> None:
-    """Print the progress of the workers that label into the folder OUT, their rate and time left.
+def print_status(out: Location, /) -> None:
+    """Print the progress of the workers that label into OUT, their rate and the time left.
 
-    It can be run on any machine that sees the folder.
+    OUT is a folder, or s3://BUCKET/FOLDER. It can be run on any machine that sees it.
     """
     for line in measure_status(out).lines():
         print(line)

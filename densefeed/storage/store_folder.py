@@ -24,6 +24,7 @@ from densefeed.storage.store_file import Arrays, StoreFile, StoreHeader
 from densefeed.system.errors import UserError
 from densefeed.system.files import allow_open_files, name_errors, open_regular
 from densefeed.system.json_files import read_json
+from densefeed.system.object_store import ObjectURL, find_url
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -63,12 +64,16 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a store; UserError if it is missing, damaged or of another version."""
     path = folder / MANIFEST
     try:
-        values = read_json(path, REMEDY, largest=MOST_BYTES)
+        return parse_manifest(read_json(path, REMEDY, largest=MOST_BYTES), path)
     except FileNotFoundError:
         raise UserError(
             f"{folder} is a folder without {MANIFEST}: name a file of score maps, or finish the "
             "labeling with tools/relabel_imagenet.py --workers-join"
         ) from None
+
+
+def parse_manifest(values: dict, path: Path | ObjectURL) -> Manifest:
+    """Check a manifest from JSON; UserError, which names `path`, for one that none can be."""
     if problem := find_manifest_fault(values):
         raise UserError(f"{path}: {problem}; {REMEDY}")
     header = StoreHeader.from_json(json.dumps(values["header"]).encode(), path)
@@ -112,7 +117,15 @@ def hash_file(path: Path) -> str:
 
 
 def open_rows(path: Path) -> "StoreFile | StoreFolder":
-    """Open score maps, finished or not: a file, or a folder with a manifest."""
+    """Open score maps, finished or not: a file, or a folder with a manifest.
+
+    UserError for a URL of object storage.
+    """
+    if url := find_url(path):
+        raise UserError(
+            f"{url} is in object storage; copy it with `python tools/score_maps.py fetch {url} "
+            "maps`, and name the copy"
+        )
     return StoreFolder(path) if path.is_dir() else StoreFile(path)
 
 

@@ -6,8 +6,10 @@ import fcntl
 import os
 import re
 import resource
+import secrets
 import shutil
 import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
@@ -166,6 +168,29 @@ def create_folder(path: Path) -> Iterator[Path]:
             raise
         finally:
             os.close(descriptor)
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Yield an empty folder on the local disk (TMPDIR), which is removed at the end.
+
+    Those that killed processes left are removed too.
+    """
+    base = Path(tempfile.gettempdir()) / f"densefeed-{os.getuid()}"
+    remove_orphans(base, folders=True)
+    descriptor = None
+    while descriptor is None:
+        folder = base.with_name(f"{base.name}.{secrets.randbits(64)}.part")
+        with name_errors(folder):
+            folder.mkdir(0o700)
+            # Before it is locked another process may take it for an orphan.
+            with suppress(FileNotFoundError):
+                descriptor = open_locked(folder, os.O_RDONLY | os.O_NOFOLLOW, fcntl.LOCK_EX)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
 
 
 def replace_link(path: Path, target: Path) -> None:

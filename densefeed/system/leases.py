@@ -1,9 +1,10 @@
 """Leases: many processes divide work among them, join and leave at any time, without a broker.
 
-The lease of a piece of work is a file that its holder created and renews. Nobody else writes to it.
-If its content stays the same for a lease's time, another process creates the next generation:
-creating a file is atomic, so of many processes one gets it. No clocks of two machines are compared:
-each process measures by its own how long a content has stayed the same.
+The lease of a piece of work is a file, or an object of object storage, that its holder created and
+renews. Nobody else writes to it. If its content stays the same for a lease's time, another process
+creates the next generation: creating a file is atomic, so of many processes one gets it. No clocks
+of two machines are compared: each process measures by its own how long a content has stayed the
+same.
 
 A holder that was stopped for longer than a lease's time may work beside its successor, which no
 lease can prevent. So results must be published by an atomic call too (relabel/workers.py).
@@ -22,7 +23,7 @@ from uuid import uuid4
 
 from densefeed.system.errors import UserError
 from densefeed.system.json_files import parse_json
-from densefeed.system.object_folder import ObjectFolder
+from densefeed.system.object_folder import Objects
 
 # Seconds after which a lease that is not renewed may be taken, and renewals in this time.
 LEASE_SECONDS, RENEWALS = 60.0, 4
@@ -57,7 +58,7 @@ def name_worker() -> str:
 class Lease:
     """A lease that this process holds, of the piece of work `name`."""
 
-    objects: ObjectFolder
+    objects: Objects
     name: str
     generation: int
     seconds: float
@@ -122,7 +123,7 @@ class Lease:
 class Leases:
     """The leases of a folder, as one process sees them."""
 
-    def __init__(self, objects: ObjectFolder, seconds: float = LEASE_SECONDS) -> None:
+    def __init__(self, objects: Objects, seconds: float = LEASE_SECONDS) -> None:
         self._objects, self._seconds, self._worker = objects, seconds, name_worker()
         # Content and time of the first look at it, by the file of the lease.
         self._seen: dict[str, tuple[bytes, float]] = {}
@@ -170,7 +171,7 @@ def read_beat(content: bytes) -> Beat | None:
 
 
 def list_holders(
-    objects: ObjectFolder, names: Iterable[str], seconds: float = LEASE_SECONDS
+    objects: Objects, names: Iterable[str], seconds: float = LEASE_SECONDS
 ) -> list[Beat]:
     """Return the latest beats of those pieces of work `names` that are held, for a display.
 

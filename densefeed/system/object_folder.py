@@ -1,16 +1,19 @@
-"""Small files in a folder that several machines share, with the calls that object stores have.
+"""Files in a folder that several machines share, with the calls that object stores have.
 
 A file is created only if it does not exist, or replaced, or removed: always as a whole, so no
 process ever reads a part of one. These calls are what leases and records need, and are all that
-S3-like storage has.
+S3-like storage has: ObjectStore (object_store.py) has the same ones.
 """
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
+from densefeed.system.errors import UserError
 from densefeed.system.files import make_folder, name_errors, name_once, replace_file, sync_folder
+from densefeed.system.object_store import ObjectStore, ObjectURL
 
 # Where files are written before they get their names. A process that is killed leaves them here.
 TEMPORARY = "parts"
@@ -63,6 +66,11 @@ class ObjectFolder:
         except FileNotFoundError:
             return None
 
+    def size(self, name: str) -> int | None:
+        """Return the bytes of a regular file; None if there is none."""
+        path = self.root / name
+        return path.stat().st_size if path.is_file() else None
+
     def list(self, folder: str) -> dict[str, float]:
         """Return the files of a folder: the time of their last change by name, seconds."""
         times = {}
@@ -87,3 +95,31 @@ class ObjectFolder:
             for file in path.iterdir():
                 file.unlink(missing_ok=True)
             path.rmdir()
+
+    @contextmanager
+    def make_parts(self) -> Iterator[Path]:
+        """Yield the folder of unfinished files, which other machines see and which stay."""
+        yield self.root / TEMPORARY
+
+    def add_file(self, path: Path, name: str, sha256: str) -> None:
+        """Give a file of this file system its name, which has the checksum `sha256` in it.
+
+        A file of this name has the same bytes.
+        """
+        final = self.root / name
+        make_folder(final.parent)
+        with name_errors(final):
+            name_once(path, final)
+            sync_folder(final.parent)
+
+
+Objects = ObjectFolder | ObjectStore
+
+
+def open_objects(place: Path | ObjectURL) -> Objects:
+    """Return the files of a folder, or the objects below a URL; UserError for a file."""
+    if isinstance(place, ObjectURL):
+        return ObjectStore(place)
+    if place.exists() and not place.is_dir():
+        raise UserError(f"{place} is a file; name a folder for --workers-join")
+    return ObjectFolder(place)

@@ -11,8 +11,10 @@ lost connection at most 8 times, with pauses that grow from 0.1 to 10 s, and not
 request may take 30 s (AWS_TIMEOUT=60s changes that).
 """
 
+import hashlib
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from densefeed.system.errors import UserError
+from densefeed.system.files import scratch_folder
 
 Result = TypeVar("Result")
 
@@ -38,8 +41,9 @@ RETRIES = {
         "base": 2,
     },
 }
-# Attempts at what obstore does not repeat: a request whose reply was cut, or did not come in time.
-ATTEMPTS = 3
+# Attempts at what obstore does not repeat, and seconds between them: a request whose reply was cut,
+# or did not come in time.
+ATTEMPTS, PAUSE_SECONDS = 3, 0.3
 # Why a request failed, by the provider's code or obstore's words, and the remedy. The first counts.
 REASONS = {
     r"NoSuchBucket|ContainerNotFound|bucket does not exist": (
@@ -207,5 +211,158 @@ def attempt(call: Callable[[], Result]) -> Result:
         try:
             return call()
         except StorageError:
-            continue
+            time.sleep(PAUSE_SECONDS)
     return call()
+
+
+# ------------------------------------------------------------------------------------- objects
+
+
+class ObjectStore:
+    """The objects below `root`, with the calls of ObjectFolder (object_folder.py).
+
+    A process may share it among threads.
+    """
+
+    # Rows of unfinished shards are lost with the disk of their worker.
+    make_parts = staticmethod(scratch_folder)
+
+    def __init__(self, root: ObjectURL) -> None:
+        self.root = root
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Write an object and return True, unless there is one of that name already.
+
+        Of several processes that create one name with different contents, one gets True.
+        """
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        def create() -> bool:
+            with name_storage_errors(url):
+                try:
+                    obstore.put(connect(url), url.key, content, mode="create")
+                    return True
+                except AlreadyExistsError:
+                    found = self.read(name)
+            if found is None:
+                # Another process creates it at this moment, or has removed it.
+                raise StorageError(f"{url}: other processes write it too; run it again")
+            # obstore repeats a request whose reply was lost, and then finds its own object.
+            return found == content
+
+        url = self.root / name
+        return attempt(create)
+
+    def replace(self, name: str, content: bytes) -> None:
+        """Write an object, in place of one of that name if there is one."""
+        import obstore
+
+        url = self.root / name
+        with name_storage_errors(url):
+            obstore.put(connect(url), url.key, content)
+
+    def read(self, name: str) -> bytes | None:
+        """Return the content of an object; None if there is none."""
+        import obstore
+
+        url = self.root / name
+        with name_storage_errors(url):
+            try:
+                return bytes(obstore.get(connect(url), url.key).bytes())
+            except FileNotFoundError as error:
+                raise_for_bucket(error)
+                return None
+
+    def size(self, name: str) -> int | None:
+        """Return the bytes of an object; None if there is none."""
+        import obstore
+
+        url = self.root / name
+        with name_storage_errors(url):
+            try:
+                return obstore.head(connect(url), url.key)["size"]
+            except FileNotFoundError:
+                return None
+
+    def list(self, folder: str) -> dict[str, float]:
+        """Return the objects of a folder: the time of their last change by name, seconds."""
+        import obstore
+
+        def find() -> dict[str, float]:
+            with name_storage_errors(url):
+                found = obstore.list_with_delimiter(connect(url), url.key)["objects"]
+            return {o["path"].rpartition("/")[2]: o["last_modified"].timestamp() for o in found}
+
+        url = self.root / folder
+        return attempt(find)
+
+    def remove(self, name: str) -> None:
+        """Remove an object, if it is there."""
+        import obstore
+
+        def delete() -> None:
+            with name_storage_errors(url):
+                try:
+                    obstore.delete(connect(url), url.key)
+                except FileNotFoundError as error:
+                    raise_for_bucket(error)
+
+        url = self.root / name
+        attempt(delete)
+
+    def remove_all(self, folder: str) -> None:
+        """Remove the objects of a folder."""
+        for name in self.list(folder):
+            self.remove(f"{folder}/{name}")
+
+    def add_file(self, path: Path, name: str, sha256: str) -> None:
+        """Upload a file whose SHA-256 is given, by one atomic request, and read it back.
+
+        An object of this name has the same bytes. Raises StorageError if what is read back has
+        others, also after `ATTEMPTS` uploads.
+        """
+        import obstore
+
+        def upload() -> None:
+            with name_storage_errors(url):
+                obstore.put(connect(url), url.key, path)
+            digest = hashlib.sha256()
+            for chunk in self.stream(name):
+                digest.update(chunk)
+            if digest.hexdigest() != sha256:
+                raise StorageError(f"{url} is not stored as it was written; run it again")
+
+        url = self.root / name
+        attempt(upload)
+
+    def fetch_file(self, name: str, path: Path, sha256: str) -> None:
+        """Download an object whose SHA-256 is given; StorageError if it has another."""
+
+        def download() -> None:
+            digest = hashlib.sha256()
+            with open(path, "wb") as file:
+                for chunk in self.stream(name):
+                    digest.update(chunk)
+                    file.write(chunk)
+            if digest.hexdigest() != sha256:
+                raise StorageError(
+                    f"{self.root / name} does not match its checksum; remove it and run the "
+                    "labeling again"
+                )
+
+        attempt(download)
+
+    def stream(self, name: str) -> Iterator[bytes]:
+        """Yield the content of an object in parts; StorageError if there is none."""
+        import obstore
+
+        url = self.root / name
+        with name_storage_errors(url):
+            yield from obstore.get(connect(url), url.key).stream()
+
+
+def raise_for_bucket(error: FileNotFoundError) -> None:
+    """Raise an error again if not only the object but its bucket is missing."""
+    if re.search(next(iter(REASONS)), str(error)):
+        raise error

@@ -23,6 +23,11 @@ OUT is then a folder of shards with a manifest, which every command takes like a
 is merged. A worker takes the shard of one that was killed after a minute, and keeps its rows. When
 images were removed, added or repaired, only their shards are labeled again.
 
+OUT may be s3://BUCKET/FOLDER (or gs://, az://), with credentials in the environment. For training
+such a store is copied:
+
+    python tools/score_maps.py fetch s3://BUCKET/FOLDER maps
+
 The teacher is any timm model, a checkpoint, or a module of your own: --teacher
 package.module:factory, a function that is called without arguments and returns a torch.nn.Module.
 The module needs forward_token_logits (images [N, 3, H, W] to logits [N, K, h, w]), or
@@ -55,8 +60,9 @@ from densefeed.storage.row_codecs import Absent, Form
 from densefeed.storage.shard_plan import SHARD_IMAGES
 from densefeed.storage.shards import Shard
 from densefeed.system.devices import THREADS, choose_rank_device
-from densefeed.system.errors import UserError, make_command
-from densefeed.system.options import Count, Options
+from densefeed.system.errors import UserError, make_command, name_commands
+from densefeed.system.object_store import ObjectURL
+from densefeed.system.options import Count, Location, Options
 from densefeed.system.terminal import print
 from densefeed.tools.load_teacher import load_teacher
 
@@ -68,7 +74,8 @@ class Labeling(Options):
     # images: the folder that holds train/ and val/, or a folder of class folders; the root of
     # --dataset
     data: Path
-    out: Path  # score maps to write, HDF5; a folder with --workers-join
+    # score maps to write, HDF5; with --workers-join a folder or s3://BUCKET/FOLDER
+    out: Location
     # timm model, checkpoint, run folder or package.module:factory; repeat it for an ensemble
     teacher: UseAppendAction[tuple[str, ...]]
     # timm's name of the model, for a checkpoint that does not contain it; once, or for each teacher
@@ -113,6 +120,8 @@ def choose_shard(labeling: Labeling) -> tuple[Shard, torch.device]:
     size, device = int(os.environ.get("WORLD_SIZE", 1)), choose_rank_device(labeling.device)
     if labeling.workers_join and labeling.shard:
         raise UserError("--workers-join divides the images by itself; remove --shard")
+    if isinstance(labeling.out, ObjectURL) and not labeling.workers_join:
+        raise UserError(f"--out {labeling.out} needs --workers-join; add it")
     if labeling.shard_images != SHARD_IMAGES and not labeling.workers_join:
         raise UserError("--shard-images has no effect without --workers-join; remove it")
     if size == 1:
@@ -173,6 +182,9 @@ def main(labeling: Labeling) -> None:
         print(summary(store))
         accuracy = 100 * measure_accuracy(store)
         print(f"accuracy of the stored maps against the image labels: {accuracy:.1f} %")
+    elif isinstance(labeling.out, ObjectURL):
+        fetch = name_commands(f"python tools/score_maps.py fetch {labeling.out} maps")
+        print(f"{labeling.out} is finished; copy it with `{fetch}`")
     elif labeling.workers_join:
         print(f"{labeling.out} is finished")
     elif not ranks:

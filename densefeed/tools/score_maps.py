@@ -1,20 +1,44 @@
-"""Verify, convert or merge score maps; show the progress of workers, or let them redo images.
+"""Verify, convert, merge or fetch score maps; show the progress of workers, or redo images.
 
     python tools/score_maps.py verify maps.h5
     python tools/score_maps.py convert maps.h5 --form compact --out small.h5
     python tools/score_maps.py merge maps.h5
     python tools/score_maps.py status maps
     python tools/score_maps.py redo maps cat/001.jpg
+    python tools/score_maps.py fetch s3://bucket/maps maps
 
 The options of a command are in its own --help.
 """
 
+from pathlib import Path
+
 import tyro
 
-from densefeed.storage.maintenance import convert_file, verify_files
+from densefeed.storage.fetch import fetch
+from densefeed.storage.maintenance import convert_file, summary, verify_files
 from densefeed.storage.shard_plan import print_status, redo_images
 from densefeed.storage.shards import merge_files
-from densefeed.system.errors import name_commands, run
+from densefeed.system.errors import UserError, name_commands, run
+from densefeed.system.object_store import ObjectURL
+from densefeed.system.options import Location
+from densefeed.system.terminal import print
+
+
+def fetch_store(url: Location, out: Path, /) -> None:
+    """Copy the finished store at URL to the folder OUT, for training and all other commands.
+
+    Run it again to continue an interrupted copy, or to copy what has changed.
+    """
+    if not isinstance(url, ObjectURL):
+        raise UserError(f"{url} is no URL; name s3://BUCKET/FOLDER, and a folder for the copy")
+    # It imports PyTorch, which the other commands do not need.
+    from densefeed.relabel.audit import measure_accuracy
+
+    store = fetch(url, out)
+    print(summary(store))
+    accuracy = 100 * measure_accuracy(store)
+    print(f"accuracy of the stored maps against the image labels: {accuracy:.1f} %")
+
 
 COMMANDS = {
     "verify": verify_files,
@@ -22,6 +46,7 @@ COMMANDS = {
     "merge": merge_files,
     "status": print_status,
     "redo": redo_images,
+    "fetch": fetch_store,
 }
 
 

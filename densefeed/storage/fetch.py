@@ -1,0 +1,97 @@
+"""Copy a store of score maps from object storage: only the shards that the copy lacks.
+
+Every file gets its name once its bytes match the manifest's checksum, and the manifest is written
+last. So a copy that was interrupted continues, and readers never open a part of one.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from densefeed.storage.score_maps import ScoreMapStore
+from densefeed.storage.shard_plan import PLAN, SHARDS
+from densefeed.storage.store_folder import (
+    MANIFEST,
+    SHARD_FILE,
+    Manifest,
+    StoredShard,
+    parse_manifest,
+    read_manifest,
+)
+from densefeed.system.errors import UserError
+from densefeed.system.files import replace_file
+from densefeed.system.json_files import parse_json
+from densefeed.system.object_store import ObjectStore, ObjectURL
+from densefeed.system.progress import bar
+from densefeed.system.terminal import print
+
+# Files that are copied at once.
+THREADS = 8
+
+
+def fetch(url: ObjectURL, out: Path) -> ScoreMapStore:
+    """Copy a finished store at a URL to the folder `out`, and return the copy.
+
+    An earlier copy is brought up to date. Raises UserError if the store is not finished, or if
+    `out` holds anything else.
+    """
+    objects = ObjectStore(url)
+    manifest = read_remote_manifest(objects)
+    check_copy(out, manifest)
+    missing = [shard for shard in manifest.shards if find_size(out / shard.file) != shard.bytes]
+
+    def copy(shard: StoredShard) -> None:
+        with replace_file(out / shard.file) as part:
+            objects.fetch_file(shard.file, part, shard.sha256)
+
+    executor = ThreadPoolExecutor(THREADS, "fetch")
+    try:
+        for _ in bar(executor.map(copy, missing), "fetch, shards", len(missing)):
+            pass
+    finally:
+        executor.shutdown(cancel_futures=True)
+    with replace_file(out / MANIFEST) as part:
+        part.write_bytes(manifest.to_json())
+    remove_others(out, manifest)
+    print(f"{len(missing):,} of {len(manifest.shards):,} shards were copied from {url}")
+    return ScoreMapStore(out)
+
+
+def read_remote_manifest(objects: ObjectStore) -> Manifest:
+    """Read the manifest of a store in object storage; UserError if it has none or a damaged one."""
+    url = objects.root / MANIFEST
+    if (content := objects.read(MANIFEST)) is None:
+        raise UserError(
+            f"{url}: there is no such object; correct the URL, or finish the labeling with "
+            "tools/relabel_imagenet.py --workers-join"
+        )
+    try:
+        values = parse_json(content)
+        if not isinstance(values, dict):
+            raise ValueError("it does not hold an object")
+    except ValueError as error:
+        raise UserError(f"{url} is damaged ({error}); run the labeling again") from None
+    return parse_manifest(values, url)
+
+
+def check_copy(out: Path, manifest: Manifest) -> None:
+    """Raise UserError if `out` holds what is no copy, or a copy of another labeling."""
+    if (out / MANIFEST).exists():
+        theirs = read_manifest(out).header
+        replace(manifest.header, fingerprint=theirs.fingerprint).check_same(theirs, out)
+    if (out / PLAN).exists() or (out.exists() and not out.is_dir()):
+        raise UserError(f"{out} is no copy of a store; remove it or name another folder")
+
+
+def find_size(path: Path) -> int | None:
+    """Return the size of a regular file; None if there is none."""
+    return path.stat().st_size if path.is_file() else None
+
+
+def remove_others(out: Path, manifest: Manifest) -> None:
+    """Remove shards of an earlier copy that the store has no more."""
+    files = {shard.file for shard in manifest.shards}
+    for path in (out / SHARDS).iterdir():
+        name = f"{SHARDS}/{path.name}"
+        if SHARD_FILE.fullmatch(name) and name not in files:
+            path.unlink(missing_ok=True)

@@ -101,6 +101,7 @@ LEASES ?= 10000
 soak: $(READY)
 	SOAK_MINUTES=$(MINUTES) nice -n 19 $(RUN) -m pytest -s tests/native/test_fuzz.py
 	SOAK_KILLS=$(KILLS) $(RUN) -m pytest -s tests/test_resume.py tests/storage/test_shards.py tests/relabel/test_workers.py \
+		tests/relabel/test_workers_in_storage.py \
 		-k killed_at_random_times
 	SOAK_LEASES=$(LEASES) $(RUN) -m pytest -s tests/system/test_leases.py -k contended
 	SOAK_FAULTS=all $(RUN) -m pytest -s tests/test_writes.py

@@ -266,13 +266,16 @@ class ObjectStore:
         """Return the content of an object; None if there is none."""
         import obstore
 
+        def read() -> bytes | None:
+            with name_storage_errors(url):
+                try:
+                    return bytes(obstore.get(connect(url), url.key).bytes())
+                except FileNotFoundError as error:
+                    raise_for_bucket(error)
+                    return None
+
         url = self.root / name
-        with name_storage_errors(url):
-            try:
-                return bytes(obstore.get(connect(url), url.key).bytes())
-            except FileNotFoundError as error:
-                raise_for_bucket(error)
-                return None
+        return attempt(read)
 
     def size(self, name: str) -> int | None:
         """Return the bytes of an object; None if there is none."""
@@ -282,6 +285,7 @@ class ObjectStore:
         with name_storage_errors(url):
             try:
                 return obstore.head(connect(url), url.key)["size"]
+            # Also of a missing bucket: the reply has no body.
             except FileNotFoundError:
                 return None
 

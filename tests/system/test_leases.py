@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import queue
 import threading
 import time
 from collections import Counter
@@ -11,7 +12,8 @@ import pytest
 
 from densefeed.system import leases as module
 from densefeed.system.leases import Beat, LeaseLostError, Leases, lease_key, list_holders
-from densefeed.system.object_folder import ObjectFolder
+from densefeed.system.object_folder import ObjectFolder, open_objects
+from densefeed.system.object_store import ObjectURL
 
 LEASES = int(os.environ.get("SOAK_LEASES", 100))
 
@@ -114,32 +116,56 @@ def test_a_damaged_lease_is_held_until_its_time_is_over(tmp_path, clock, content
     assert leases.claim("a").generation == 2
 
 
-def claim_all(folder: Path, count: int, rounds: int, start, results) -> None:
+def claim_all(place: Path | ObjectURL, count: int, rounds: int, start, results) -> None:
     """Claim pieces of work in their order, as soon as all processes are there."""
     start.wait(60)
     for round_ in range(rounds):
-        workers = Leases(ObjectFolder(folder / str(round_)))
+        workers = Leases(open_objects(place / str(round_)))
         got = [name for name in map(str, range(count)) if workers.claim(name)]
         results.put([f"{round_}/{name}" for name in got])
 
 
-def test_contended_leases_have_one_holder_each(tmp_path):
-    """Four processes claim the same leases in the same order; `make soak` has 10,000."""
-    # The children use no library with threads, and start at once.
-    context = multiprocessing.get_context("fork")
-    start, results, rounds = context.Barrier(4), context.Queue(), max(1, LEASES // 500)
-    count = LEASES // rounds
-    words = tmp_path, count, rounds, start, results
+def count_holders(place: Path | ObjectURL, leases: int, method: str) -> Counter:
+    """Let four processes claim the same leases in the same order; count the holders of each."""
+    context = multiprocessing.get_context(method)
+    start, results, rounds = context.Barrier(4), context.Queue(), max(1, leases // 500)
+    words = place, leases // rounds, rounds, start, results
     children = [context.Process(target=claim_all, args=words) for _ in range(4)]
     for child in children:
         child.start()
-    lists = [results.get(timeout=600) for _ in range(4 * rounds)]
+    lists = [results.get(timeout=3600) for _ in range(4 * rounds)]
     for child in children:
         child.join(60)
         assert child.exitcode == 0
-    holders = Counter(name for names in lists for name in names)
+    return Counter(name for names in lists for name in names)
+
+
+def test_contended_leases_have_one_holder_each(tmp_path):
+    """In a folder; `make soak` has 10,000."""
+    # The children use no library with threads, and start at once.
+    holders = count_holders(tmp_path, LEASES, "fork")
     assert set(holders.values()) == {1}
-    assert len(holders) == count * rounds
+    assert len(holders) == LEASES
+
+
+@pytest.mark.slow
+def test_contended_leases_in_object_storage_have_one_holder_each(bucket, monkeypatch):
+    """Processes that no one forked with a store that is open; `make soak` has 10,000 leases."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    multiprocessing.set_forkserver_preload(["densefeed.system.leases", "pytest"])
+    holders = count_holders(bucket, LEASES, "forkserver")
+    assert set(holders.values()) == {1}
+    assert len(holders) == LEASES
+
+
+def test_threads_that_want_leases_of_object_storage_get_one_each(bucket):
+    results, start = queue.Queue(), threading.Barrier(4)
+    words = bucket, 25, 1, start, results
+    threads = [threading.Thread(target=claim_all, args=words) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    holders = Counter(name for _ in threads for name in results.get(timeout=60))
+    assert holders == {f"0/{number}": 1 for number in range(25)}
 
 
 def test_expired_leases_that_many_threads_want_get_one_holder(tmp_path, clock):

@@ -308,30 +308,45 @@ def processes():
 
 @slow
 def test_workers_killed_at_random_times_lose_no_row(many, whole, bucket, processes):
-    """Four workers; after each SIGKILL another joins. `make soak` kills 20 times."""
+    """Four workers; after each SIGKILL another joins, and one is stopped for longer than its lease.
+
+    `make soak` kills 20 times. Passes are repeated until one that was killed held a lease.
+    """
     seed = 0 if KILLS == 3 else int.from_bytes(os.urandom(4))
-    draws, kills, rounds = random.Random(seed), 0, 0
-    while kills < KILLS:
+    draws, kills, resumed, rounds = random.Random(seed), 0, 0, 0
+    while kills < KILLS or (resumed < 2 and rounds < 20):
         out = bucket / f"maps-{rounds}"
-        store, alive = ObjectStore(out), [processes(many, out) for _ in range(4)]
+        store, alive = ObjectStore(out), [processes(many, out) for _ in range(5)]
+        stopped = alive.pop()
         try:
-            wait_for(lambda store=store: store.list(SHARDS) or store.list(LEASES))
-            while store.read(MANIFEST) is None and kills < KILLS:
+            wait_for(lambda store=store: store.list(SHARDS))
+            os.kill(stopped.pid, signal.SIGSTOP)
+            while store.read(MANIFEST) is None:
                 time.sleep(draws.uniform(0.1, 0.5))
-                child = alive.pop(draws.randrange(4))
-                child.kill()
-                child.join()
-                kills += child.exitcode == -signal.SIGKILL
-                alive.append(processes(many, out))
-            for child in alive:
+                resumed = max(resumed, count_generations(store))
+                if kills < KILLS or resumed < 2:
+                    child = alive.pop(draws.randrange(4))
+                    child.kill()
+                    child.join()
+                    kills += child.exitcode == -signal.SIGKILL
+                    alive.append(processes(many, out))
+            os.kill(stopped.pid, signal.SIGCONT)
+            for child in [*alive, stopped]:
                 child.join(120)
-            assert {child.exitcode for child in alive} == {0}
+            assert {child.exitcode for child in [*alive, stopped]} == {0}
         finally:
-            for child in alive:
+            for child in [*alive, stopped]:
                 child.kill()
         assert objects(out) == files(whole)
         rounds += 1
-    print(f"seed {seed}: {kills} kills in {rounds} passes")
+    # Some of them held leases.
+    assert resumed > 1
+    print(f"seed {seed}: {kills} kills in {rounds} passes, up to {resumed} holders of a shard")
+
+
+def count_generations(store: ObjectStore) -> int:
+    """The most holders that the lease of any unfinished shard had."""
+    return max((int(name.rpartition(".")[2]) for name in store.list(LEASES)), default=0)
 
 
 @slow

@@ -32,7 +32,10 @@ under the names in [Installation](../start/install.md#as-a-package).
 defaults. Shown are those of `lvvit_s_224_token_label`; [Recipes](recipes.md) lists all recipes.
 """
 # Tools whose own --help has no options: those are of their subcommands.
-SUBCOMMANDS = {"score_maps": ("verify", "convert", "merge"), "beton": ("verify",)}
+SUBCOMMANDS = {
+    "score_maps": ("verify", "convert", "merge", "status", "redo", "fetch"),
+    "beton": ("verify",),
+}
 
 
 def commands() -> list[str]:

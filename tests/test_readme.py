@@ -262,7 +262,10 @@ def options(command):
 
 
 RECIPE = "lvvit_micro_token_label"  # recipes differ in their defaults only
-SUBCOMMANDS = {"tools/score_maps.py": ("verify", "convert", "merge"), "tools/beton.py": ("verify",)}
+SUBCOMMANDS = {
+    "tools/score_maps.py": ("verify", "convert", "merge", "status", "redo", "fetch"),
+    "tools/beton.py": ("verify",),
+}
 BENCHMARKS = sorted(
     f"benchmarks.{path.stem}"
     for path in (ROOT / "benchmarks").glob("*.py")

@@ -8,6 +8,7 @@ import io
 import os
 import signal
 from contextlib import ExitStack, closing, contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -19,10 +20,11 @@ from hypothesis import HealthCheck, settings
 from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from densefeed.system import object_store
 from densefeed.system.devices import peak_rss, tag_compiled_code
 
 from .jpeg_files import jpegs, noise, photographs  # noqa: F401
-from .object_storage import S3Server, point_to
+from .object_storage import Choose, FaultProxy, S3Server, point_to
 from .preloaded import Preloaded
 from .stores import write_store
 
@@ -161,6 +163,29 @@ def bucket(s3_server):
     """The URL of an empty bucket, which this process and those that it starts can use."""
     point_to(s3_server.port)
     return s3_server.make_bucket()
+
+
+@pytest.fixture
+def quick_retries(monkeypatch):
+    """Requests to object storage are repeated as often as ever, without long pauses."""
+    pauses = {"init_backoff": timedelta(milliseconds=2), "max_backoff": timedelta(milliseconds=20)}
+    retries = object_store.RETRIES | {"backoff": object_store.RETRIES["backoff"] | pauses}
+    monkeypatch.setattr(object_store, "RETRIES", retries)
+    monkeypatch.setattr(object_store, "PAUSE_SECONDS", 0.01)
+
+
+@pytest.fixture
+def disturb(s3_server, quick_retries):
+    """A function that puts a proxy with faults before the server of `bucket`."""
+    with ExitStack() as proxies:
+
+        def start(choose: Choose) -> FaultProxy:
+            proxy = proxies.enter_context(FaultProxy(s3_server, choose))
+            proxies.callback(proxy.shutdown)
+            point_to(proxy.port)
+            return proxy
+
+        yield start
 
 
 def photograph(rng: np.random.Generator, height: int, width: int) -> Image.Image:

@@ -88,7 +88,7 @@ Choose = Callable[[str, str, int], str]
 class FaultProxy(ThreadingHTTPServer):
     """A proxy before an S3 server: `choose` names the fault of each request.
 
-    Beside those of REPLIES: `late` (20 to 50 ms), `lost` (no reply to a request that was executed),
+    Beside those of REPLIES: `late` (20 to 500 ms), `lost` (a request is executed, without a reply),
     `cut` (half the body of the reply), `half` (half the body of an upload is stored) and `stale`
     (a list as it was before).
     """
@@ -126,7 +126,7 @@ class FaultHandler(BaseHTTPRequestHandler):
             content = f"<Error><Code>{fault}</Code><Id>{SECRET}</Id></Error>".encode()
             return self.reply(REPLIES[fault], {}, content)
         if fault == "late":
-            time.sleep(random.uniform(0.02, 0.05))
+            time.sleep(random.uniform(0.02, 0.5))
         answer = self.ask(body[: len(body) // 2] if fault == "half" else body)
         if "list-type" in self.path:
             before = self.server.lists.get(self.path, answer)

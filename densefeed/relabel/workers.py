@@ -33,9 +33,6 @@ from densefeed.system.object_store import ObjectURL, StorageError
 from densefeed.system.progress import tally
 from densefeed.system.terminal import print
 
-# Longest time between looks at the shards of others, seconds.
-POLL_SECONDS = 1.0
-
 
 def join_workers(
     work: Pass,
@@ -80,7 +77,7 @@ class Worker:
             while left := self.list_left(order):
                 claims = [self.label(shard, update) for shard in left]
                 if not any(claims):
-                    time.sleep(min(POLL_SECONDS, self.seconds / 4))
+                    time.sleep(min(self.objects.poll_seconds, self.seconds / 4))
                 update(self.count_done())
         for fault in self.faults.values():
             raise fault

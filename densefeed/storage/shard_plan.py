@@ -236,7 +236,8 @@ def redo_images(folder: Location, images: tuple[str, ...], /) -> None:
     """
     objects, left = open_objects(folder), set(images)
     for name in read_plan(objects).shards:
-        if (record := read_record(objects, name)) is None:
+        # From object storage whole shards are read, and each image is in one.
+        if not left or (record := read_record(objects, name)) is None:
             continue
         if not (here := left.intersection(read_paths(objects, record))):
             continue

@@ -22,6 +22,9 @@ TEMPORARY = "parts"
 class ObjectFolder:
     """The files below `root`, by names such as `leases/x`."""
 
+    # Longest time between looks at what others do.
+    poll_seconds = 1.0
+
     def __init__(self, root: Path) -> None:
         self.root = root
 

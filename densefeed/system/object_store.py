@@ -224,6 +224,9 @@ class ObjectStore:
     A process may share it among threads.
     """
 
+    # Longest time between looks at what others do: each is a few paid requests for every shard that
+    # is not finished.
+    poll_seconds = 5.0
     # Rows of unfinished shards are lost with the disk of their worker.
     make_parts = staticmethod(scratch_folder)
 

@@ -1,9 +1,12 @@
 """Object storage: URLs, errors as one sentence without secrets, and what a fork would hang on."""
 
+import hashlib
 import multiprocessing
 import os
 import pickle
+import random
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from hypothesis import strategies as st
 from densefeed.system import object_store
 from densefeed.system.errors import UserError
 from densefeed.system.object_store import (
+    ObjectStore,
     ObjectURL,
     StorageError,
     connect,
@@ -26,7 +30,7 @@ from densefeed.system.object_store import (
 )
 from densefeed.system.options import Location, Options, from_dict
 
-from ..object_storage import SECRET, point_to
+from ..object_storage import SECRET, draw_faults, point_to
 
 # ------------------------------------------------------------------------------------------- URLs
 
@@ -171,3 +175,74 @@ def exit_if_refused(url: ObjectURL) -> None:
         connect(url)
     except RuntimeError as error:
         os._exit(7 if "spawn" in str(error) else 1)
+
+
+# ---------------------------------------------------------------------------------------- objects
+
+
+def test_create_replace_read_list_and_remove(bucket):
+    """The calls of ObjectFolder, with the same results."""
+    objects = ObjectStore(bucket / "maps")
+    assert objects.read("leases/a") is None
+    assert objects.size("leases/a") is None
+    assert objects.list("leases") == {}
+    assert objects.create("leases/a", b"1")
+    assert not objects.create("leases/a", b"2")
+    assert objects.read("leases/a") == b"1"
+    objects.replace("leases/a", b"345")
+    objects.replace("leases/b", b"4")
+    objects.replace("leases/folder/c", b"4")
+    objects.replace("leases.txt", b"4")
+    assert objects.read("leases/a") == b"345"
+    assert objects.size("leases/a") == 3
+    assert objects.list("leases").keys() == {"a", "b"}
+    assert abs(objects.list("leases")["a"] - time.time()) < 60
+    objects.remove("leases/b")
+    objects.remove("leases/b")
+    objects.remove_all("parts")
+    objects.remove_all("leases")
+    assert objects.list("leases") == {}
+    assert objects.read("leases/folder/c") == b"4"
+
+
+@pytest.mark.parametrize("fault", ["lost", "InternalError"])
+def test_a_process_that_lost_the_reply_has_created_its_object(bucket, disturb, fault):
+    """obstore repeats the request, and finds the object of the first one."""
+    proxy = disturb(lambda method, path, number: fault if number == 1 else "")
+    objects = ObjectStore(bucket)
+    assert objects.create("a", b"ours")
+    assert proxy.faults[fault] == 1
+    assert not objects.create("a", b"theirs")
+    assert objects.read("a") == b"ours"
+
+
+def test_a_large_file_is_uploaded_in_parts_and_appears_as_a_whole(bucket, disturb, tmp_path):
+    """Parts fail, get lost and are cut; what was stored is read back and compared."""
+    content = random.Random(0).randbytes(12_000_001)
+    path, digest = tmp_path / "rows", hashlib.sha256(content).hexdigest()
+    path.write_bytes(content)
+    draw, parts = draw_faults(1, 0.2, "InternalError", "SlowDown", "lost", "cut"), []
+
+    def choose(method: str, target: str, number: int) -> str:
+        if "partNumber" in target:
+            parts.append(target)
+            return "half" if len(parts) == 2 else draw(method, target, number)
+        return draw(method, target, number)
+
+    proxy, objects = disturb(choose), ObjectStore(bucket)
+    objects.add_file(path, "shards/a", digest)
+    proxy.choose = lambda *_: ""
+    assert objects.read("shards/a") == content
+    copy = tmp_path / "copy"
+    objects.fetch_file("shards/a", copy, digest)
+    assert copy.read_bytes() == content
+    assert proxy.faults["half"] == 1
+    assert len(parts) > 3
+
+
+def test_a_file_that_is_stored_with_other_bytes_is_an_error(bucket, disturb, tmp_path):
+    disturb(lambda method, path, number: "half" if method == "PUT" else "")
+    (tmp_path / "rows").write_bytes(b"1234")
+    digest = hashlib.sha256(b"1234").hexdigest()
+    with pytest.raises(StorageError, match="shards/a is not stored as it was written; run it"):
+        ObjectStore(bucket).add_file(tmp_path / "rows", "shards/a", digest)

@@ -168,11 +168,13 @@ class FaultHandler(BaseHTTPRequestHandler):
             self.connection.shutdown(socket.SHUT_RDWR)
 
 
-def draw_faults(seed: int, share: float, *names: str) -> Choose:
-    """Choose one of the faults for this share of all requests."""
-    draws = random.Random(seed)
+def cycle_faults(every: int, *names: str) -> Choose:
+    """Choose the next of the faults for every so many requests.
+
+    So all of them occur, and none so often in a row that all attempts at a request fail.
+    """
 
     def choose(method: str, path: str, number: int) -> str:
-        return draws.choice(names) if draws.random() < share else ""
+        return "" if number % every else names[number // every % len(names)]
 
     return choose

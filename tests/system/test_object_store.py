@@ -30,7 +30,7 @@ from densefeed.system.object_store import (
 )
 from densefeed.system.options import Location, Options, from_dict
 
-from ..object_storage import SECRET, draw_faults, point_to
+from ..object_storage import SECRET, cycle_faults, point_to
 
 # ------------------------------------------------------------------------------------------- URLs
 
@@ -221,13 +221,13 @@ def test_a_large_file_is_uploaded_in_parts_and_appears_as_a_whole(bucket, distur
     content = random.Random(0).randbytes(12_000_001)
     path, digest = tmp_path / "rows", hashlib.sha256(content).hexdigest()
     path.write_bytes(content)
-    draw, parts = draw_faults(1, 0.2, "InternalError", "SlowDown", "lost", "cut"), []
+    cycle, parts = cycle_faults(3, "InternalError", "SlowDown", "lost", "cut"), []
 
     def choose(method: str, target: str, number: int) -> str:
         if "partNumber" in target:
             parts.append(target)
-            return "half" if len(parts) == 2 else draw(method, target, number)
-        return draw(method, target, number)
+            return "half" if len(parts) == 2 else cycle(method, target, number)
+        return cycle(method, target, number)
 
     proxy, objects = disturb(choose), ObjectStore(bucket)
     objects.add_file(path, "shards/a", digest)

@@ -44,6 +44,7 @@ RETRIES = {
 # Attempts at what obstore does not repeat, and seconds between them: a request whose reply was cut,
 # or did not come in time.
 ATTEMPTS, PAUSE_SECONDS = 3, 0.3
+ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
 # Why a request failed, by the provider's code or obstore's words, and the remedy. The first counts.
 REASONS = {
     r"NoSuchBucket|ContainerNotFound|bucket does not exist": (
@@ -178,6 +179,10 @@ def open_bucket(bucket: str) -> Any:
         raise UserError(
             f'{bucket} needs the package obstore; run `pip install "densefeed[cloud]"`'
         ) from None
+    for name in ENDPOINTS:
+        # obstore would panic.
+        if not re.match(r"https?://[\w\[]", os.environ.get(name, "https://x")):
+            raise UserError(f"{name} is no URL; set it to https://HOST or http://HOST:PORT")
     # Options of the client would replace those of the environment.
     with name_storage_errors(bucket):
         return from_url(bucket, retry_config=RETRIES)

@@ -160,6 +160,13 @@ def test_obstore_is_named_if_it_is_missing(bucket, monkeypatch):
         connect(bucket)
 
 
+@pytest.mark.parametrize("value", ["", "minio:9000", "https://"])
+def test_an_endpoint_that_is_no_url_is_refused(bucket, monkeypatch, value):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", value)
+    with pytest.raises(UserError, match=r"AWS_ENDPOINT_URL is no URL; set it to https://HOST"):
+        connect(bucket)
+
+
 def test_a_forked_process_is_refused(bucket):
     """obstore would hang there."""
     connect(bucket)

@@ -1,6 +1,6 @@
 """`--loader folder`: a folder of images, with the score maps in an HDF5 store beside it.
 
-The folder can be any dataset that timm reads.
+The images are files in class folders, or lie in tar or Parquet shards.
 """
 
 from collections.abc import Callable
@@ -71,15 +71,22 @@ class FolderSource(StoreMaps):
 
     The store must be made for exactly this folder. Files are read on `threads` threads. Pillow
     decodes there what the native decoder does not support: anything but gray and RGB JPEGs (PNG,
-    WebP, CMYK, ...).
+    WebP, CMYK, ...). `shuffled` refuses images in files that are too slow to read in any order.
     """
 
     remedy = "replace or remove this file"
 
     def __init__(
-        self, root: str | Path, split: str, maps: str | Path | None = None, threads: int = 1
+        self,
+        root: str | Path,
+        split: str,
+        maps: str | Path | None = None,
+        threads: int = 1,
+        shuffled: bool = False,
     ) -> None:
         self._images = Images(Path(root), split=split)
+        if shuffled:
+            self._images.check_shuffled()
         self.labels, self.class_names = self._images.labels, self._images.class_names
         self.where = self._images.where
         self.fingerprint = self._images.fingerprint()

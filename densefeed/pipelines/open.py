@@ -129,7 +129,8 @@ def open_folder(path: Path, mode: Mode, maps: Path | None, threads: int) -> Fold
         raise UserError(
             f"{path} is a file; --loader folder reads folders, --loader ffcv reads .beton files"
         )
-    return FolderSource(path, "train" if mode == "train" else "val", maps, threads)
+    training = mode == "train"
+    return FolderSource(path, "train" if training else "val", maps, threads, shuffled=training)
 
 
 def open_beton(path: Path, mode: Mode, maps: Path | None, threads: int) -> FfcvSource:

@@ -1,7 +1,11 @@
 """Find the samples of a dataset: class folders, the small sets of the papers, lists, subsets.
 
     (empty)            a folder of class folders, or of train/ and val/ that hold them; images are
-                       the files whose names end as in ENDINGS, in timm's order
+                       the files whose names end as in ENDINGS, in timm's order. A folder of shards
+                       (files of the next two kinds) is recognized
+    tar                WebDataset's tar shards (image_shards.py)
+    parquet[/COLUMN]   Parquet files with images as Hugging Face writes them, and the column of
+                       their labels, if there are several
     cifar10 cifar100   as torchvision stores them below the root; downloaded if they are missing
     svhn flowers102    and there is a network
     domainnet/NAME     clipart infograph painting quickdraw real sketch: <root>/<name>_train.txt
@@ -30,8 +34,19 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 import numpy as np
 from PIL import Image
 
+from densefeed.storage.dataset_names import (
+    ENDINGS,
+    MOST_CLASSES,
+    SPLITS,
+    find_synonyms,
+    natural_key,
+    number_folders,
+)
+from densefeed.storage.image_shards import read_parquet, read_tar, recognize
+from densefeed.storage.parquet_files import ParquetImages
+from densefeed.storage.tar_files import TarImages
 from densefeed.system.errors import UserError, explain_os_error, first_line
-from densefeed.system.files import find_path_fault, open_regular
+from densefeed.system.files import find_path_fault, is_folder, open_regular, read_lines
 from densefeed.system.terminal import print
 
 if TYPE_CHECKING:
@@ -59,19 +74,10 @@ COUNTS |= {
     f"domainnet/{name}": (DOMAIN_CLASSES, {"train": train, "test": test})
     for name, (train, test) in DOMAINS.items()
 }
-# The synonyms that timm accepts, in its order.
-SPLITS = (("train", "training"), ("val", "valid", "validation", "eval", "evaluation"), ("test",))
-# Endings of image files in class folders, in lower case: those of torchvision's ImageFolder. timm
-# reads only the first three.
-ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 # Endings that a message lists, and characters of each.
 NAMED, LETTERS = 5, 12
 # Times that links may lead to folders read before. Two in each folder of a chain lead to 2^n.
 MOST_REPEATS = 1024
-# Bytes of a line of a list. Linux takes paths of 4,095 bytes.
-MOST_LINE = 16_384
-# Stores and batches hold the class ids of score maps in uint16.
-MOST_CLASSES = 65_535
 # Files of torchvision's datasets, for messages.
 TORCHVISION_FILES = {
     "cifar10": "the folder cifar-10-batches-py of cifar-10-python.tar.gz",
@@ -132,7 +138,11 @@ class TimmDataset(NamedTuple):
         return self.reader[index][0]
 
 
-def find(root: Path, dataset: str, split: str) -> Listed | TimmDataset:
+# What a finder returns: paths, labels, class names, and the methods `where` and `open` of Listed.
+Found = Listed | TimmDataset | TarImages | ParquetImages
+
+
+def find(root: Path, dataset: str, split: str) -> Found:
     """Find the samples of `dataset` below `root`.
 
     Prints a warning if a published dataset has another number of samples than published. Raises
@@ -144,6 +154,8 @@ def find(root: Path, dataset: str, split: str) -> Listed | TimmDataset:
             f"--dataset {dataset} is unknown; give none for a folder of class folders, "
             f"or one of {', '.join([*FINDERS, 'hfds'])} (see --help)"
         )
+    if kind == "":
+        kind = recognize(root, split)
     if kind == "":
         return check_labels(root, read_folder(root, split))
     if kind == "hfds":
@@ -167,7 +179,7 @@ def find(root: Path, dataset: str, split: str) -> Listed | TimmDataset:
     return found
 
 
-def check_labels(root: Path, found: Listed | TimmDataset) -> Listed | TimmDataset:
+def check_labels(root: Path, found: Found) -> Found:
     """Return `found`; UserError for too many classes, or a label that is none of them."""
     classes, labels = len(found.class_names), found.labels
     if classes > MOST_CLASSES:
@@ -190,8 +202,8 @@ def read_folder(root: Path, split: str) -> Listed:
     were left out. UserError if there are no images, or links that lead around in a circle.
     """
     check_split(root, split)
-    synonyms = next((names for names in SPLITS if split in names), ())
-    home = next((root / name for name in (split, *synonyms) if (root / name).is_dir()), root)
+    names = find_synonyms(split)
+    home = next((root / name for name in names if (root / name).is_dir()), root)
     found, others = [], Counter()
     for folder, names in walk(home):
         label = folder.rpartition("/")[2]
@@ -214,15 +226,8 @@ def read_folder(root: Path, split: str) -> Listed:
     # Names that are equal to `natural_key`, as 1.jpg and 01.jpg, stay in the order of the disk, as
     # in timm: another one would change the fingerprint of the stores that exist.
     found.sort(key=lambda pair: natural_key(pair[0]))
-    names = sorted({label for _, label in found}, key=lambda name: (natural_key(name), name))
-    number = {name: n for n, name in enumerate(names)}
-    labels = np.array([number[label] for _, label in found], np.int64)
+    labels, names = number_folders([label for _, label in found])
     return Listed([path for path, _ in found], labels, names, home)
-
-
-def natural_key(text: str) -> list[str | int]:
-    """Return a key that sorts names as timm does: without case, numbers by their value."""
-    return [int(s) if s.isdecimal() else s for s in re.split(r"(\d+)", text.lower())]
 
 
 def walk(home: Path) -> Iterator[tuple[str, list[str]]]:
@@ -255,15 +260,6 @@ def walk(home: Path) -> Iterator[tuple[str, list[str]]]:
         yield folder, [entry.name for entry in entries if entry.name not in folders]
     if unread:
         print(f"warning: {len(unread):,} folders were left out: {explain_os_error(unread[0])}")
-
-
-def is_folder(entry: os.DirEntry) -> bool:
-    """Whether an entry is a folder or a link to one."""
-    try:
-        return entry.is_dir()
-    # A link that leads to itself.
-    except OSError:
-        return False
 
 
 def describe_others(others: Counter) -> str:
@@ -312,8 +308,7 @@ def check_split(root: Path, split: str) -> None:
     if not root.is_dir():
         raise UserError(f"{root} is not a folder; give a folder of class folders with images in it")
     there = {path.name for path in root.iterdir() if path.is_dir()}
-    wanted = next((names for names in SPLITS if split in names), (split,))
-    if there & set().union(*SPLITS) and not there & set(wanted):
+    if there & set().union(*SPLITS) and not there & set(find_synonyms(split)):
         raise UserError(
             f"{root} holds {', '.join(sorted(there))} but no folder {split!r}; "
             "name one of them, or the folder of classes"
@@ -554,27 +549,6 @@ def check_paths(root: Path, file: Path, entries: Sequence[Entry]) -> None:
         )
 
 
-def read_lines(file: Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines that are not empty, numbered from 1. UserError if the file cannot be read."""
-    number = 0
-    try:
-        # A file that a spreadsheet wrote begins with a byte order mark.
-        with io.TextIOWrapper(open_regular(file), "utf-8-sig") as text:
-            while line := text.readline(MOST_LINE):
-                number += 1
-                # Binary data may be valid UTF-8. A list has no zero bytes and no endless lines.
-                if "\0" in line or len(line) == MOST_LINE:
-                    raise UnicodeError("no text")
-                if line := line.strip():
-                    yield number, line
-    except OSError as error:
-        # A read that fails after the file was opened names none.
-        error.filename = str(file)
-        raise UserError(explain_os_error(error)) from error
-    except UnicodeError as error:
-        raise UserError(f"{file} is not a text file; give a list with one name per line") from error
-
-
 def select_classes(root: Path, name: str, split: str) -> Listed:
     """Select the class folders that the file `name` lists, numbered in its order."""
     names = [line.split()[0] for _, line in read_lines(Path(name))]
@@ -619,7 +593,7 @@ def subset(whole: Listed, ids: np.ndarray, labels: np.ndarray, names: list[str])
 
 
 # What finds the samples of a kind of dataset: (root, the rest of the name, split) to its samples.
-Finder = Callable[[Path, str, str], Listed]
+Finder = Callable[[Path, str, str], Found]
 FINDERS = {
     **{name: partial(read_torchvision, name) for name in TORCHVISION_FILES},
     "domainnet": read_domainnet,
@@ -627,6 +601,8 @@ FINDERS = {
     "list": lambda root, name, split: read_list(root, Path(name)),
     "classes": select_classes,
     "share": select_share,
+    "tar": read_tar,
+    "parquet": read_parquet,
 }
 
 

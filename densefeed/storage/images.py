@@ -137,9 +137,15 @@ class Images:
         found = datasets.find(self.root, dataset, split)
         self.paths, self.labels, self.class_names = found.paths, found.labels, found.class_names
         self.open, self.where = found.open, found.where
+        self._check_shuffled = getattr(found, "check_shuffled", None)
 
     def __len__(self) -> int:
         return len(self.paths)
+
+    def check_shuffled(self) -> None:
+        """Raise UserError for images in files that are too slow to read in shuffled order."""
+        if self._check_shuffled:
+            self._check_shuffled()
 
     def read(self, index: int) -> bytes:
         """Return the encoded bytes of image `index`, as stored. OSError for more than 320 MiB."""

@@ -12,10 +12,10 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from io import BufferedReader
+from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 
-from densefeed.system.errors import REMEDIES, BusyError, UserError
+from densefeed.system.errors import REMEDIES, BusyError, UserError, explain_os_error
 
 # Bytes written at once where no system call reserves space.
 RESERVE_BYTES = 2**24
@@ -33,6 +33,8 @@ SPARE_FILES = 512
 
 # Bytes of a path and of a name in it (Linux: PATH_MAX with the zero byte, NAME_MAX).
 MOST_PATH, MOST_NAME = 4095, 255
+# Bytes of a line of a list: more than a path has.
+MOST_LINE = 16_384
 
 
 def open_regular(path: Path | str) -> BufferedReader:
@@ -56,6 +58,36 @@ def open_regular(path: Path | str) -> BufferedReader:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     raise OSError(None, problem, str(path))
+
+
+def read_lines(file: Path) -> Iterator[tuple[int, str]]:
+    """Yield the lines that are not empty, numbered from 1. UserError if the file cannot be read."""
+    number = 0
+    try:
+        # A file that a spreadsheet wrote begins with a byte order mark.
+        with TextIOWrapper(open_regular(file), "utf-8-sig") as text:
+            while line := text.readline(MOST_LINE):
+                number += 1
+                # Binary data may be valid UTF-8. A list has no zero bytes and no endless lines.
+                if "\0" in line or len(line) == MOST_LINE:
+                    raise UnicodeError("no text")
+                if line := line.strip():
+                    yield number, line
+    except OSError as error:
+        # A read that fails after the file was opened names none.
+        error.filename = str(file)
+        raise UserError(explain_os_error(error)) from error
+    except UnicodeError as error:
+        raise UserError(f"{file} is not a text file; give a list with one name per line") from error
+
+
+def is_folder(entry: os.DirEntry) -> bool:
+    """Whether an entry is a folder or a link to one."""
+    try:
+        return entry.is_dir()
+    # A link that leads to itself.
+    except OSError:
+        return False
 
 
 def allow_open_files(count: int) -> None:

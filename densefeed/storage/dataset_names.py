@@ -1,0 +1,31 @@
+"""Names that datasets have in common: of splits, of classes, and of image files."""
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+# The synonyms that timm accepts, in its order.
+SPLITS = (("train", "training"), ("val", "valid", "validation", "eval", "evaluation"), ("test",))
+# Endings of image files in class folders, in lower case: those of torchvision's ImageFolder. timm
+# reads only the first three.
+ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
+# Stores and batches hold the class ids of score maps in uint16.
+MOST_CLASSES = 65_535
+
+
+def find_synonyms(split: str) -> tuple[str, ...]:
+    """Return the names of a split: itself, then those that mean the same."""
+    return split, *next((names for names in SPLITS if split in names), ())
+
+
+def natural_key(text: str) -> list[str | int]:
+    """Return a key that sorts names as timm does: without case, numbers by their value."""
+    return [int(s) if s.isdecimal() else s for s in re.split(r"(\d+)", text.lower())]
+
+
+def number_folders(folders: Sequence[str]) -> tuple[np.ndarray, list[str]]:
+    """Number the class folders of N images in timm's order; return int64 `[N]`, and the names."""
+    names = sorted(set(folders), key=lambda name: (natural_key(name), name))
+    number = {name: n for n, name in enumerate(names)}
+    return np.array([number[folder] for folder in folders], np.int64), names

@@ -4,10 +4,11 @@ Shards are the files of one split: all in a folder `train/` (or `data/train/`), 
 or its folder `data/` whose names contain the split, as `photos-train-0003.tar` and
 `train-00000-of-00294.parquet`; if no name contains a split, all of them.
 
-The images keep the order of the shards, sorted by name, and of what they hold. The path of an image
-is its name in the tar, or in Parquet its `path`, if these are unique over all shards; then score
-maps of a folder with the same paths, labels and order fit too. Otherwise it begins with the shard's
-name: `photos-train-0003/000017.jpg`.
+The images keep the order of the shards, sorted by name, and of what they hold; those of class
+folders in a tar have the order of the folder. The path of an image is its name in the tar, or in
+Parquet its `path`, if these are unique over all shards; then score maps of a folder with the same
+paths, labels and order fit too. Otherwise it begins with the shard's name:
+`photos-train-0003/000017.jpg`.
 
 tar: the files of a sample have the same name up to the first dot (the key). One is an image; the
 label is the integer in its `.cls`, or `label` in its `.json`; where no sample of the split has
@@ -219,9 +220,15 @@ def read_tar(root: Path, rest: str, split: str) -> TarImages:
         print(f"{home}: left out of the tar files: {kinds}")
     if not names:
         raise UserError(f"{home} holds no images in its tar files; check --data")
-    labels, class_names = label_samples(shards, names, numbers, labels)
+    places = [np.array(values) for values in (numbers, offsets, sizes)]
     paths = name_samples(shards.files, names, numbers)
-    return TarImages(paths, labels, class_names, tars, *map(np.array, (numbers, offsets, sizes)))
+    if any(label is not None for label in labels):
+        labels, class_names = number_labels(shards, names, numbers, labels)
+        return TarImages(paths, labels, class_names, tars, *places)
+    labels, class_names = label_by_folder(shards, names, numbers)
+    order = sorted(range(len(paths)), key=lambda n: natural_key(paths[n]))
+    paths, places = [paths[n] for n in order], [values[order] for values in places]
+    return TarImages(paths, labels[order], class_names, tars, *places)
 
 
 def read_samples(file: BufferedReader, path: Path, left_out: Counter) -> Iterable[Sample]:
@@ -289,24 +296,32 @@ def read_content(file: BufferedReader, path: Path, member: Member, most: int) ->
     return file.read(member.size)
 
 
-def label_samples(
+def number_labels(
     shards: Shards, names: list[str], numbers: list[int], labels: list[int | None]
 ) -> tuple[np.ndarray, list[str]]:
-    """Return the labels of all samples, int64 `[N]`, and the class names.
+    """Return the labels of samples, int64 `[N]`, and the class names. UserError if one is None."""
+    if None in labels:
+        raise refuse_unlabeled(shards, names, numbers, labels.index(None))
+    given = np.array(labels, np.int64)
+    return given, name_classes(shards, given)
 
-    Where no sample has a label they are the folders in the tars. UserError if some have none.
-    """
-    missing = next((n for n, label in enumerate(labels) if label is None), None)
-    if missing is None:
-        given = np.array(labels, np.int64)
-        return given, name_classes(shards, given)
+
+def label_by_folder(
+    shards: Shards, names: list[str], numbers: list[int]
+) -> tuple[np.ndarray, list[str]]:
+    """Label samples by their folders. UserError if one has none."""
     folders = [name.rpartition("/")[0].rpartition("/")[2] for name in names]
-    if any(label is not None for label in labels) or not all(folders):
-        raise UserError(
-            f"{shards.files[numbers[missing]]}/{names[missing]} has no label; write the tar with a "
-            ".cls file (or a .json with `label`) for every image, or with class folders"
-        )
+    if "" in folders:
+        raise refuse_unlabeled(shards, names, numbers, folders.index(""))
     return number_folders(folders)
+
+
+def refuse_unlabeled(shards: Shards, names: list[str], numbers: list[int], index: int) -> UserError:
+    """Return the error of a sample without a label."""
+    return UserError(
+        f"{shards.files[numbers[index]]}/{names[index]} has no label; write the tar with a .cls "
+        "file (or a .json with `label`) for every image, or with class folders"
+    )
 
 
 def name_samples(files: Sequence[Path], names: list[str], numbers: list[int]) -> list[str]:

@@ -99,7 +99,7 @@ class Range(io.RawIOBase):
 
 
 class TarImages(NamedTuple):
-    """The N images of tar shards, in the order of the shards."""
+    """The N images of tar shards."""
 
     paths: list[str]
     labels: np.ndarray  # int64 [N]

@@ -11,7 +11,8 @@ downloaded if missing); domainnet/clipart (or infograph, painting, quickdraw, re
 their lists); list/FILE, lines of "path label" or "class/file" (if two lists have names that differ
 only in train and test, as a_train.txt and a_test.txt, both define the classes of each);
 classes/FILE, the class folders that the file names (ImageNet-100); share/10, that percentage of the
-images of every class folder; hfds/NAME, read by timm.
+images of every class folder; tar (WebDataset) or parquet (Hugging Face), shards, which are also
+recognized without it; hfds/NAME, read by timm.
 
 JPEGs keep every pixel: they are transcoded losslessly and get an index, so that a crop can be
 decoded without the rest (--no-index keeps their bytes too). Images that are not gray or RGB JPEGs

@@ -114,6 +114,8 @@ FOLDER = (
     "tools.validate {run} --data {file} --loader folder --threads 1",
     "tools.validate_explanations {student} --data {file}/train --steps 1",
 )
+# Explanations are of image files.
+SHARDS = tuple(command for command in FOLDER if "expla" not in command)
 LIST = (
     "tools.pack_dataset --data {images} --dataset list/{file} --out {out}/x.beton",
     "tools.relabel_imagenet --data {images} --dataset list/{file} --teacher {run} "
@@ -187,6 +189,9 @@ KINDS = {
     "run": Kind(15, damage_in_folder("run", "*.json*"), make_commands(RUN)),
     "manifest": Kind(4, damage_in_folder("run", "checkpoints/*"), make_commands(RUN)),
     "image": Kind(10, damage_in_folder("images", "train/*/*"), make_commands(FOLDER)),
+    "tar": Kind(10, damage_in_folder("tar", "*.tar"), make_commands(SHARDS)),
+    "tar folders": Kind(5, damage_in_folder("folders", "*"), make_commands(SHARDS)),
+    "parquet": Kind(10, damage_in_folder("parquet", "data/*"), make_commands(SHARDS)),
     "list": Kind(10, damage_file("list.txt"), make_commands(LIST)),
     "class map": Kind(6, damage_file("class_map.csv", "class_map.json"), make_commands(CLASS_MAP)),
     "tree": Kind(12, damage_in_folder("tree", "*/*.pt"), make_commands(TREE)),

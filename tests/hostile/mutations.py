@@ -506,9 +506,41 @@ def write_npy(path: Path, rng: random.Random) -> str:
     return f"{dtype} {shape[:20]}"
 
 
+def alter_tar(path: Path, rng: random.Random) -> str:
+    """Write a field of a member's header, under a checksum that is right."""
+    content = bytearray(path.read_bytes())
+    heads = [at for at in range(0, len(content), 512) if content[at + 257 : at + 262] == b"ustar"]
+    at, field = rng.choice(heads), rng.choice([0, 124, 124, 156, 257, 345])
+    value = rng.choice(
+        [
+            *(b"../../x.jpg\0", b"/etc/passwd.jpg\0", b"a.jpg\0", b"\xff\xfe.jpg\0", b"x.cls\0"),
+            *(b"7" * 12, b"\x80" + b"\xff" * 11, b"\xff" * 12, b"0" * 12, b"00000000010\0"),
+            *(bytes([kind]) for kind in b"0123457LKxgSDVX\0"),
+        ]
+    )
+    content[at + field : at + field + len(value)] = value
+    content[at + 148 : at + 156] = b" " * 8
+    content[at + 148 : at + 156] = b"%06o\0 " % sum(content[at : at + 512])
+    path.write_bytes(content)
+    return f"{value!r} at {at} + {field}"
+
+
+def alter_footer(path: Path, rng: random.Random) -> str:
+    """Change bytes of a Parquet file's footer, which describes the columns."""
+    content = bytearray(path.read_bytes())
+    length = int.from_bytes(content[-8:-4], "little")
+    places = [len(content) - 8 - rng.randrange(1, length) for _ in range(rng.randint(1, 4))]
+    for place in places:
+        content[place] = rng.choice([0, 1, 127, 128, 255, content[place] ^ 1 << rng.randrange(8)])
+    path.write_bytes(content)
+    return str(places)
+
+
 BY_SUFFIX: dict[str, tuple[Callable, ...]] = {
     ".h5": (alter_header,) * 6 + (replace_dataset,) * 6 + (alter_values,) * 3,
     ".beton": (alter_beton,) * 12,
+    ".tar": (alter_tar,) * 12,
+    ".parquet": (alter_footer,) * 12,
     ".pt": (
         *(alter_checkpoint,) * 6,
         *(alter_recipe,) * 4,

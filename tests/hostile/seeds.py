@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,10 @@ import numpy as np
 import torch
 from PIL import Image
 from safetensors.torch import save_file
+
+from densefeed.storage.images import Images
+
+from ..shard_files import write_shards
 
 SIZE = 32
 TRAIN, VAL = 6, 4
@@ -55,6 +60,7 @@ def make_seeds(seeds: Path, run_command: Callable) -> None:
     (parts / "class_map.json").write_text('{"cat": "cat", "dog": "dog"}')
     (parts / "real.json").write_text(json.dumps([[0], [1], [0, 1], []]))
     write_boxes(parts / "images")
+    write_image_shards(parts)
     weights = torch.load(parts / "run" / "last.pt", weights_only=True)["model"]
     weights = {name: tensor.contiguous() for name, tensor in weights.items()}
     save_file(weights, parts / "weights.safetensors")
@@ -70,6 +76,18 @@ def write_images(folder: Path) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             coarse = rng.integers(0, 256, (6, 5, 3), dtype=np.uint8)
             Image.fromarray(coarse).resize((40, 48)).save(path, quality=90)
+
+
+def write_image_shards(parts: Path) -> None:
+    """Write the images as shards: `tar` and `parquet`, and `folders`, a tar of class folders."""
+    for split in ("train", "val"):
+        write_shards(Images(parts / "images", split=split), parts, split, parts=2)
+        (parts / "folders").mkdir(exist_ok=True)
+        with tarfile.open(
+            parts / "folders" / f"{split}.tar", "w", format=tarfile.PAX_FORMAT
+        ) as tar:
+            # A path of a pax header.
+            tar.add(parts / "images" / split, f"./{'long' * 40}/{split}")
 
 
 def write_boxes(images: Path) -> None:

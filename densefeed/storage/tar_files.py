@@ -184,7 +184,11 @@ def read_number(field: bytes) -> int | None:
     digits = field.strip(b" \0")
     if not digits:
         return 0
-    return int(digits, 8) if re.fullmatch(rb"[0-7]+", digits) else None
+    # `int` also takes signs and underscores.
+    try:
+        return int(digits, 8) if digits.isdigit() else None
+    except ValueError:
+        return None
 
 
 def read_name(head: bytes) -> str:

@@ -125,6 +125,7 @@ class ImageFile(NamedTuple):
     path: Path
     label: str  # name of its class folder; empty for a file of its own
     row: int  # its place in its folder
+    folder: Images | None  # None for a file of its own
 
 
 # ------------------------------------------------------------------------- inputs
@@ -196,14 +197,14 @@ def find_images(options: Explanations) -> tuple[list[ImageFile], Images | None]:
             images = Images(path, split=options.split)
             labels = images.labels.tolist()
             found += [
-                ImageFile(Path(images.where(row)), images.class_names[label], row)
+                ImageFile(Path(images.where(row)), images.class_names[label], row, images)
                 for row, label in enumerate(labels)
             ]
         # Before the first image is explained, and not after hours.
         elif not path.is_file():
             raise UserError(f"--images {path} is neither an image nor a folder; check the path")
         else:
-            found.append(ImageFile(path, "", 0))
+            found.append(ImageFile(path, "", 0, None))
     if not found:
         raise UserError("--images names no image; give files, or folders of images")
     places = sample_evenly(len(found), options.count or len(found))
@@ -247,7 +248,8 @@ class Input(NamedTuple):
 
 def read_input(file: ImageFile, trained: Trained, crop_pct: float) -> Input:
     """Read an image and cut out what the model sees. Raises UserError for a damaged one."""
-    with open_regular(file.path) as opened:
+    # Also from a tar or Parquet file.
+    with file.folder.open(file.row) if file.folder else open_regular(file.path) as opened:
         image = decode(read_encoded(opened, str(file.path)), str(file.path))
     pixels, _ = crop_input(image, trained, crop_pct)
     return Input(file, pixels, (image.height, image.width))

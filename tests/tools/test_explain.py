@@ -101,7 +101,7 @@ def test_the_model_sees_the_pixels_of_validation(folder, runs, filter):
         (batch,) = loader.batches(0)
     images, trained = Images(folder, split="val"), open_trained(runs / "lvvit")
     for row, pixels in enumerate(batch.image.numpy()):
-        file = ImageFile(Path(images.where(row)), "", row)
+        file = ImageFile(Path(images.where(row)), "", row, None)
         seen = read_input(file, trained._replace(interpolation=filter), 0.9)
         difference = seen.pixels.astype(int) - pixels
         assert abs(difference).max() <= 3

@@ -1,6 +1,7 @@
 """Names that datasets have in common: of splits, of classes, and of image files."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,6 +13,8 @@ SPLITS = (("train", "training"), ("val", "valid", "validation", "eval", "evaluat
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 # Stores and batches hold the class ids of score maps in uint16.
 MOST_CLASSES = 65_535
+# Endings that a message lists, and characters of each.
+NAMED, LETTERS = 5, 12
 
 
 def find_synonyms(split: str) -> tuple[str, ...]:
@@ -29,3 +32,12 @@ def number_folders(folders: Sequence[str]) -> tuple[np.ndarray, list[str]]:
     names = sorted(set(folders), key=lambda name: (natural_key(name), name))
     number = {name: n for n, name in enumerate(names)}
     return np.array([number[folder] for folder in folders], np.int64), names
+
+
+def describe_others(others: Counter) -> str:
+    """Describe files that were left out, counted by their endings."""
+    common = sorted(others.items(), key=lambda item: (-item[1], item[0]))
+    kinds = [f"{ending[:LETTERS] or 'no ending'} {count:,}" for ending, count in common]
+    more = f" and {len(kinds) - NAMED} more" if len(kinds) > NAMED else ""
+    noun = "files with other endings were" if others.total() > 1 else "file with another ending was"
+    return f"{others.total():,} {noun} left out: {', '.join(kinds[:NAMED])}{more}"

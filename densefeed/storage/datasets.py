@@ -38,15 +38,18 @@ from densefeed.storage.dataset_names import (
     ENDINGS,
     MOST_CLASSES,
     SPLITS,
+    describe_others,
     find_synonyms,
     natural_key,
     number_folders,
 )
 from densefeed.storage.image_shards import read_parquet, read_tar, recognize
+from densefeed.storage.object_images import ObjectImages, read_objects
 from densefeed.storage.parquet_files import ParquetImages
 from densefeed.storage.tar_files import TarImages
 from densefeed.system.errors import UserError, explain_os_error, first_line
 from densefeed.system.files import find_path_fault, is_folder, open_regular, read_lines
+from densefeed.system.object_store import ObjectURL
 from densefeed.system.terminal import print
 
 if TYPE_CHECKING:
@@ -74,8 +77,6 @@ COUNTS |= {
     f"domainnet/{name}": (DOMAIN_CLASSES, {"train": train, "test": test})
     for name, (train, test) in DOMAINS.items()
 }
-# Endings that a message lists, and characters of each.
-NAMED, LETTERS = 5, 12
 # Times that links may lead to folders read before. Two in each folder of a chain lead to 2^n.
 MOST_REPEATS = 1024
 # Files of torchvision's datasets, for messages.
@@ -139,10 +140,10 @@ class TimmDataset(NamedTuple):
 
 
 # What a finder returns: paths, labels, class names, and the methods `where` and `open` of Listed.
-Found = Listed | TimmDataset | TarImages | ParquetImages
+Found = Listed | TimmDataset | TarImages | ParquetImages | ObjectImages
 
 
-def find(root: Path, dataset: str, split: str) -> Found:
+def find(root: Path | ObjectURL, dataset: str, split: str) -> Found:
     """Find the samples of `dataset` below `root`.
 
     Prints a warning if a published dataset has another number of samples than published. Raises
@@ -154,6 +155,10 @@ def find(root: Path, dataset: str, split: str) -> Found:
             f"--dataset {dataset} is unknown; give none for a folder of class folders, "
             f"or one of {', '.join([*FINDERS, 'hfds'])} (see --help)"
         )
+    if isinstance(root, ObjectURL):
+        if dataset:
+            raise UserError(f"--dataset {dataset} is read from a disk only; copy {root}")
+        return check_labels(root, read_objects(root, split))
     if kind == "":
         kind = recognize(root, split)
     if kind == "":
@@ -179,7 +184,7 @@ def find(root: Path, dataset: str, split: str) -> Found:
     return found
 
 
-def check_labels(root: Path, found: Found) -> Found:
+def check_labels(root: Path | ObjectURL, found: Found) -> Found:
     """Return `found`; UserError for too many classes, or a label that is none of them."""
     classes, labels = len(found.class_names), found.labels
     if classes > MOST_CLASSES:
@@ -260,15 +265,6 @@ def walk(home: Path) -> Iterator[tuple[str, list[str]]]:
         yield folder, [entry.name for entry in entries if entry.name not in folders]
     if unread:
         print(f"warning: {len(unread):,} folders were left out: {explain_os_error(unread[0])}")
-
-
-def describe_others(others: Counter) -> str:
-    """Describe files that were left out, counted by their endings."""
-    common = sorted(others.items(), key=lambda item: (-item[1], item[0]))
-    kinds = [f"{ending[:LETTERS] or 'no ending'} {count:,}" for ending, count in common]
-    more = f" and {len(kinds) - NAMED} more" if len(kinds) > NAMED else ""
-    noun = "files with other endings were" if others.total() > 1 else "file with another ending was"
-    return f"{others.total():,} {noun} left out: {', '.join(kinds[:NAMED])}{more}"
 
 
 def read_timm(root: Path, dataset: str, split: str) -> TimmDataset:

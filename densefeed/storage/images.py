@@ -17,6 +17,7 @@ from densefeed import native
 from densefeed.storage import datasets, tiff
 from densefeed.storage.geometry import LTRB
 from densefeed.system.errors import UserError
+from densefeed.system.object_store import ObjectURL
 from densefeed.system.options import Count
 
 # Files whose byte size enters the fingerprint. A stat of every file of a network disk takes
@@ -117,7 +118,7 @@ class Images:
     """An indexable labeled image set.
 
     Args:
-        root: the folder of the dataset, by default an ImageFolder.
+        root: the folder of the dataset, by default an ImageFolder; also one in object storage.
         dataset: empty for a folder of class folders; a name of datasets.py; or a name of timm,
             `hfds/...`.
         split: the split; for a folder that holds `train/` and `val/`, one of these names.
@@ -132,8 +133,8 @@ class Images:
         where: a function that returns the name of image `index` for error messages.
     """
 
-    def __init__(self, root: Path, dataset: str = "", split: str = "train") -> None:
-        self.root = Path(root)
+    def __init__(self, root: Path | ObjectURL, dataset: str = "", split: str = "train") -> None:
+        self.root = root if isinstance(root, ObjectURL) else Path(root)
         found = datasets.find(self.root, dataset, split)
         self.paths, self.labels, self.class_names = found.paths, found.labels, found.class_names
         self.open, self.where = found.open, found.where

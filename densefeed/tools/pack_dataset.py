@@ -55,7 +55,7 @@ from densefeed.storage.images import Images, MaxPixels, decode, limit_pixels
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.devices import CORES
 from densefeed.system.errors import UserError, explain_os_error, make_command
-from densefeed.system.options import Bounds, Count, NonNegativeInt, Options
+from densefeed.system.options import Bounds, Count, Location, NonNegativeInt, Options
 from densefeed.system.prefetch import ordered_map
 from densefeed.system.progress import bar
 from densefeed.system.terminal import print
@@ -74,8 +74,9 @@ KEPT, ENCODED, PIXELS = 0, 1, 2
 class Packing(Options):
     """The images to pack, and how."""
 
-    # folder that holds train/ and val/, folder of class folders, or the folder of --dataset
-    data: Annotated[Path, tyro.conf.arg(aliases=["--root"])]
+    # folder that holds train/ and val/, folder of class folders, or the folder of --dataset; the
+    # first two also as s3://BUCKET/FOLDER
+    data: Annotated[Location, tyro.conf.arg(aliases=["--root"])]
     out: Path  # the .beton to write
     maps: Path | None = None  # score maps (HDF5 file or folder of shards) of this data
     dataset: str = ""  # a name from the list above, if not a folder of class folders

@@ -40,7 +40,6 @@ end, from the raw rows in OUT.part.
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -71,9 +70,9 @@ from densefeed.tools.load_teacher import load_teacher
 class Labeling(Options):
     """Images to label, and the teacher."""
 
-    # images: the folder that holds train/ and val/, or a folder of class folders; the root of
-    # --dataset
-    data: Path
+    # images: the folder that holds train/ and val/, or a folder of class folders, both also as
+    # s3://BUCKET/FOLDER; the root of --dataset
+    data: Location
     # score maps to write, HDF5; with --workers-join a folder or s3://BUCKET/FOLDER
     out: Location
     # timm model, checkpoint, run folder or package.module:factory; repeat it for an ensemble

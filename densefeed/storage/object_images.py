@@ -1,0 +1,154 @@
+"""Find the images of class folders in object storage, for labeling and packing.
+
+A listing gives the names and sizes of all images; each image is one request when it is read, made
+again by the rules of object_store.py when it fails. Nothing is kept on disk.
+"""
+
+import io
+from collections import Counter
+from os.path import splitext
+from typing import NamedTuple
+
+import numpy as np
+
+from densefeed.storage.dataset_names import (
+    ENDINGS,
+    SPLITS,
+    describe_others,
+    find_synonyms,
+    natural_key,
+    number_folders,
+)
+from densefeed.system.errors import UserError
+from densefeed.system.files import find_path_fault
+from densefeed.system.object_store import (
+    ObjectStore,
+    ObjectURL,
+    StorageError,
+    attempt,
+    connect,
+    name_storage_errors,
+)
+from densefeed.system.terminal import print
+
+
+class ObjectFile(io.RawIOBase):
+    """An object as a file. Its size is that of the listing, and its content is read when needed."""
+
+    def __init__(self, store: ObjectStore, name: str, size: int) -> None:
+        self._store, self._name, self._size, self._content, self._at = store, name, size, None, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = max(0, start + offset)
+        return self._at
+
+    def readall(self) -> bytes:
+        content = self._fetch()[self._at :]
+        self._at += len(content)
+        return content
+
+    def readinto(self, buffer: memoryview) -> int:
+        part = self._fetch()[self._at : self._at + len(buffer)]
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+    def _fetch(self) -> bytes:
+        """Return the content. StorageError if the object is gone, or has another size now."""
+        if self._content is None:
+            content = self._store.read(self._name)
+            if content is None or len(content) != self._size:
+                fault = "is gone" if content is None else "has another size"
+                raise StorageError(
+                    f"{self._store.root}/{self._name} {fault} since it was listed; run it again"
+                )
+            self._content = content
+        return self._content
+
+
+class ObjectImages(NamedTuple):
+    """The N images of class folders in object storage, in the order of such folders on a disk."""
+
+    paths: list[str]
+    labels: np.ndarray  # int64 [N]
+    class_names: list[str]
+    store: ObjectStore
+    sizes: list[int]  # bytes
+
+    def where(self, index: int) -> str:
+        """Name of sample `index` for error messages."""
+        return f"{self.store.root}/{self.paths[index]}"
+
+    def open(self, index: int) -> io.BufferedReader:
+        """Open the encoded bytes of sample `index`."""
+        file = ObjectFile(self.store, self.paths[index], self.sizes[index])
+        return io.BufferedReader(file)
+
+
+def read_objects(root: ObjectURL, split: str) -> ObjectImages:
+    """Find the images of class folders below `root`, or of the folder of `split` in it.
+
+    Paths, labels and order are those of `read_folder`. Prints how many objects were left out.
+    UserError if there are no images.
+    """
+    home = choose_home(root, split)
+    found, others = [], Counter()
+    for path, size in list_objects(home).items():
+        ending = splitext(path)[1].lower()
+        if ending not in ENDINGS:
+            others[ending] += 1
+        elif fault := find_path_fault(path):
+            raise UserError(f"{home}/{path}: this name {fault}; rename it")
+        else:
+            found.append((path, size))
+    if others:
+        print(f"{home}: {describe_others(others)}")
+    if not found:
+        raise UserError(
+            f"{home} holds no images; it should hold one folder of images per class (tar and "
+            "Parquet files are read from a disk)"
+        )
+    found.sort(key=lambda pair: natural_key(pair[0]))
+    paths, sizes = [path for path, _ in found], [size for _, size in found]
+    folders = [path.rpartition("/")[0].rpartition("/")[2] for path in paths]
+    labels, names = number_folders(folders)
+    return ObjectImages(paths, labels, names, ObjectStore(home), sizes)
+
+
+def choose_home(root: ObjectURL, split: str) -> ObjectURL:
+    """Return the folder of `split`, or `root`. UserError if it holds other splits but not this."""
+    import obstore
+
+    def find() -> list[str]:
+        with name_storage_errors(root):
+            return obstore.list_with_delimiter(connect(root), root.key or None)["common_prefixes"]
+
+    there = {path.rstrip("/").rpartition("/")[2] for path in attempt(find)}
+    name = next((name for name in find_synonyms(split) if name in there), None)
+    if name is None and there & set().union(*SPLITS):
+        raise UserError(
+            f"{root} holds {', '.join(sorted(there))} but no folder {split!r}; name one of them, "
+            "or the folder of classes"
+        )
+    return root / name if name else root
+
+
+def list_objects(root: ObjectURL) -> dict[str, int]:
+    """Return the bytes of all objects below a folder by their names in it."""
+    import obstore
+
+    def find() -> dict[str, int]:
+        with name_storage_errors(root):
+            parts = obstore.list(connect(root), root.key or None, chunk_size=1000)
+            start = len(root.key) + 1 if root.key else 0
+            return {o["path"][start:]: o["size"] for part in parts for o in part}
+
+    # Marks of empty folders are no images.
+    return {name: size for name, size in attempt(find).items() if name and not name.endswith("/")}

@@ -1,0 +1,111 @@
+"""Class folders in object storage: the images, labels and packed files of those on a disk."""
+
+import obstore
+import pytest
+import timm
+import torch
+
+from densefeed.relabel.teacher import Teacher
+from densefeed.storage.images import Images
+from densefeed.system.errors import UserError
+from densefeed.system.object_store import ObjectURL, connect
+from densefeed.tools.pack_dataset import Packing, main
+
+from ..object_storage import SECRET, cycle_faults
+from ..runs import label_images
+
+
+@pytest.fixture
+def remote(folder, bucket):
+    """The URL of a copy of `folder`, with an object that is no image."""
+    store = connect(bucket)
+    for path in folder.rglob("*.*"):
+        obstore.put(store, f"photos/{path.relative_to(folder)}", path.read_bytes())
+    obstore.put(store, "photos/train/cat/notes.txt", b"x")
+    obstore.put(store, "photos-old/train/cat/x.jpg", b"x")
+    return bucket / "photos"
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_images_equal_those_of_the_folder(folder, remote, split, capsys):
+    got, want = Images(remote, split=split), Images(folder, split=split)
+    assert (got.paths, got.class_names) == (want.paths, want.class_names)
+    assert got.labels.tolist() == want.labels.tolist()
+    assert [got.read(n) for n in range(len(got))] == [want.read(n) for n in range(len(want))]
+    assert [got.size(n) for n in range(len(got))] == [want.size(n) for n in range(len(want))]
+    assert got.fingerprint() == want.fingerprint()
+    assert ("1 file with another ending was left out" in capsys.readouterr().out) == (
+        split == "train"
+    )
+    # The folder of the classes itself.
+    assert Images(remote / "train").paths == Images(folder).paths
+
+
+def test_labels_and_packed_file_are_equal_bytes_in_spite_of_faults(
+    folder, remote, maps, packed, tmp_path, disturb
+):
+    disturb(cycle_faults(3, "InternalError", "SlowDown", "lost", "cut"))
+    torch.manual_seed(0)
+    model = timm.create_model("test_resnet", num_classes=2)
+    config = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "interpolation": "bilinear"}
+    for name, root in (("folder", folder), ("remote", remote)):
+        options = dict(top_k=2, batch=4, threads=2, absent="tail")
+        teacher = Teacher(model, 64, "squash", config)
+        label_images(Images(root), teacher, "t", tmp_path / f"{name}.h5", **options)
+    assert (tmp_path / "remote.h5").read_bytes() == (tmp_path / "folder.h5").read_bytes()
+    main(Packing(data=remote, maps=maps, out=tmp_path / "x.beton"))
+    assert (tmp_path / "x.beton").read_bytes() == packed[0].read_bytes()
+
+
+def test_an_image_that_changed_or_vanished_is_named(folder, remote):
+    images, store = Images(remote), connect(remote)
+    for fault, change in (
+        ("has another size since it was listed", lambda key: obstore.put(store, key, b"other")),
+        ("is gone since it was listed", lambda key: obstore.delete(store, key)),
+    ):
+        change(f"photos/train/{images.paths[2]}")
+        with pytest.raises(UserError, match=f"{images.paths[2]} {fault}"):
+            images.read(2)
+
+
+@pytest.mark.parametrize(
+    ("path", "split", "said"),
+    [
+        ("photos", "test", "holds train, val but no folder 'test'"),
+        ("nothing", "train", "holds no images; it should hold one folder of images per class"),
+    ],
+)
+def test_what_is_missing_is_one_sentence(remote, path, split, said):
+    with pytest.raises(UserError, match=said):
+        Images(ObjectURL(f"{remote.bucket}/{path}"), split=split)
+    with pytest.raises(UserError, match="--dataset tar is read from a disk only"):
+        Images(remote, "tar")
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("NoSuchBucket", "there is no such bucket"),
+        ("ExpiredToken", "the credentials have expired"),
+        ("SlowDown", "the storage refuses more requests"),
+    ],
+)
+def test_a_storage_that_fails_is_one_sentence(remote, disturb, fault, said):
+    images = Images(remote)
+    disturb(lambda *_: fault)
+    for call in (lambda: Images(remote), lambda: images.read(0)):
+        with pytest.raises(UserError, match=said) as error:
+            call()
+        assert SECRET not in str(error.value)
+
+
+def test_the_commands_take_a_url(remote, tmp_path, command):
+    done = command("tools/pack_dataset.py", "--data", remote, "--out", tmp_path / "x.beton")
+    assert done.returncode == 0, done.stderr
+    assert "11 images" in done.stdout
+
+
+def test_a_bucket_is_a_folder_too(folder, remote):
+    images = Images(ObjectURL(remote.bucket))
+    assert len(images) == len(list(folder.rglob("*.jpg"))) + 1
+    assert "photos-old/train/cat/x.jpg" in images.paths

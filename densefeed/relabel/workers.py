@@ -57,6 +57,10 @@ def join_workers(
     return complete(objects, plan)
 
 
+# Name of the bar.
+WORK = "relabel, images"
+
+
 class Worker:
     """A process that labels shards of a plan."""
 
@@ -73,7 +77,7 @@ class Worker:
         at = random.randrange(len(self.plan.shards))
         order = self.plan.shards[at:] + self.plan.shards[:at]
         total = len(self.work.images)
-        with tally("relabel, images", total, self.count_done()) as update:
+        with tally(WORK, total, self.count_done()) as update:
             while left := self.list_left(order):
                 claims = [self.label(shard, update) for shard in left]
                 if not any(claims):

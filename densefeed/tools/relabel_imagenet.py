@@ -28,6 +28,8 @@ such a store is copied:
 
     python tools/score_maps.py fetch s3://BUCKET/FOLDER maps
 
+--engine local starts a worker on every GPU of this machine, --engine ray on a Ray cluster.
+
 The teacher is any timm model, a checkpoint, or a module of your own: --teacher
 package.module:factory, a function that is called without arguments and returns a torch.nn.Module.
 The module needs forward_token_logits (images [N, 3, H, W] to logits [N, K, h, w]), or
@@ -39,6 +41,7 @@ end, from the raw rows in OUT.part.
 """
 
 import os
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,6 +66,7 @@ from densefeed.system.errors import UserError, make_command, name_commands
 from densefeed.system.object_store import ObjectURL
 from densefeed.system.options import Count, Location, Options
 from densefeed.system.terminal import print
+from densefeed.tools.label_engines import Engine, run_engine
 from densefeed.tools.load_teacher import load_teacher
 
 
@@ -111,6 +115,12 @@ class Labeling(Options):
     workers_join: bool = False
     # images of a shard with --workers-join, on average
     shard_images: Count = SHARD_IMAGES
+    # start workers that join: a process per GPU of this machine, or tasks on a Ray cluster
+    engine: Engine = "none"
+    # workers that an engine starts; 0: one per GPU
+    num_workers: int = 0
+    # part of a GPU that a worker of an engine takes; 0.5: two workers share one
+    gpus_per_worker: float = 1.0
     dry_run: bool = False  # label a few batches, write nothing, print the cost of the whole pass
 
 
@@ -123,6 +133,8 @@ def choose_shard(labeling: Labeling) -> tuple[Shard, torch.device]:
         raise UserError(f"--out {labeling.out} needs --workers-join; add it")
     if labeling.shard_images != SHARD_IMAGES and not labeling.workers_join:
         raise UserError("--shard-images has no effect without --workers-join; remove it")
+    if labeling.num_workers or labeling.gpus_per_worker != 1:
+        raise UserError("--num-workers and --gpus-per-worker need --engine; add it or remove them")
     if size == 1:
         return Shard.parse(labeling.shard) if labeling.shard else Shard(0, 1), device
     if labeling.shard or labeling.dry_run:
@@ -132,8 +144,25 @@ def choose_shard(labeling: Labeling) -> tuple[Shard, torch.device]:
     return Shard(int(os.environ.get("RANK", 0)), size), device
 
 
+def check_engine(labeling: Labeling) -> None:
+    """Raise UserError for options that the workers of an engine cannot have."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError("--engine starts processes, as torchrun does; use one of them")
+    if labeling.shard or labeling.dry_run:
+        raise UserError("--shard and --dry-run have no workers; remove --engine")
+    if ":" in labeling.device:
+        raise UserError(
+            f"--device {labeling.device} is one device; remove it, and each worker takes its own"
+        )
+
+
 def main(labeling: Labeling) -> None:
     """Label the images, then print the accuracy of the stored maps."""
+    if labeling.engine != "none":
+        check_engine(labeling)
+        given = labeling.num_workers, labeling.gpus_per_worker
+        run_engine(labeling.engine, sys.argv[1:], labeling.out, *given)
+        return
     limit_pixels(labeling.max_pixels)
     shard, device = choose_shard(labeling)
     images = Images(labeling.data, labeling.dataset, labeling.split)

@@ -1,0 +1,241 @@
+"""Engines that start the workers of a labeling. What workers do is tested in tests/relabel."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+import yaml
+from PIL import Image
+from safetensors.torch import save_file
+
+from densefeed.system.errors import UserError
+from densefeed.tools import label_engines
+from densefeed.tools.label_engines import run_engine
+from densefeed.tools.relabel_imagenet import Labeling, main
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_workers": 2}, "need --engine"),
+        ({"engine": "local", "shard": "0/2"}, "have no workers"),
+        ({"engine": "ray", "device": "cuda:1"}, "is one device"),
+        ({"engine": "local", "gpus_per_worker": 0.0}, r"in \(0, 1\]"),
+        ({"engine": "local", "num_workers": -1}, "must not be negative"),
+    ],
+)
+def test_options_are_refused_by_name(tmp_path, options, message):
+    with pytest.raises(UserError, match=message):
+        main(Labeling(data=tmp_path, out=tmp_path / "maps", teacher=("t",), **options))
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """A function that replaces the workers by Python programs, one for each worker."""
+    monkeypatch.setattr(label_engines, "POLL_SECONDS", 0.02)
+
+    def replace_workers(*programs: str) -> list[subprocess.Popen]:
+        started = []
+
+        def start(words, number, workers, gpus):
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            started.append(subprocess.Popen([sys.executable, "-c", programs[number]], **pipes))
+            return started[-1]
+
+        monkeypatch.setattr(label_engines, "start", start)
+        return started
+
+    return replace_workers
+
+
+def run(tmp_path, count: int) -> None:
+    run_engine("local", [], tmp_path / "maps", count, 1)
+
+
+def test_a_worker_that_fails_ends_in_one_sentence(scripted, tmp_path, capsys):
+    scripted("print('error: no such teacher'); raise SystemExit(2)", "print('relabel, images')")
+    with pytest.raises(UserError, match=r"^1 workers failed, see above; run the same command"):
+        run(tmp_path, 2)
+    assert capsys.readouterr().out == "worker 0: error: no such teacher\n"
+
+
+def test_others_finish_for_a_worker_that_is_killed(scripted, tmp_path, capsys):
+    scripted("import os; os.kill(os.getpid(), 9)", "pass")
+    run(tmp_path, 2)
+    assert "worker 0 was killed by signal 9" in capsys.readouterr().out
+    scripted("import os; os.kill(os.getpid(), 9)")
+    with pytest.raises(UserError, match="1 workers failed"):
+        run(tmp_path, 1)
+
+
+def test_no_worker_outlives_the_engine(scripted, tmp_path, monkeypatch):
+    started = scripted(*["import time; time.sleep(60)"] * 2)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(label_engines, "show_progress", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, 2)
+    assert [process.returncode for process in started] == [-signal.SIGTERM] * 2
+
+
+def test_workers_share_gpus_and_cores(monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", lambda words, env, **_: env)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
+    environments = [label_engines.start([], number, 4, 2) for number in range(4)]
+    assert [e["CUDA_VISIBLE_DEVICES"] for e in environments] == ["GPU-a", "GPU-b"] * 2
+    assert {e["LOCAL_WORLD_SIZE"] for e in environments} == {"4"}
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert label_engines.start([], 1, 2, 2)["CUDA_VISIBLE_DEVICES"] == "1"
+
+
+# ------------------------------------------------------------------------- whole commands
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory) -> list[str]:
+    """The command that labels 160 images on a CPU, without --out; a shard takes a second."""
+    home, rng = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
+    for number in range(160):
+        path = home / "scenes" / ("cat", "dog")[number % 2] / f"{number:03d}.jpg"
+        path.parent.mkdir(exist_ok=True, parents=True)
+        Image.fromarray(rng.integers(0, 256, (40, 50, 3), dtype=np.uint8)).save(path)
+    torch.manual_seed(0)
+    weights = timm.create_model("resnet18", num_classes=2).state_dict()
+    save_file(weights, home / "teacher.safetensors")
+    words = ["--data", home / "scenes", "--teacher", home / "teacher.safetensors"]
+    words += ["--model", "resnet18", "--input-size", 128, "--top-k", 2, "--batch", 4]
+    words += ["--threads", 1, "--device", "cpu", "--workers-join", "--shard-images", 16]
+    return [str(word) for word in words]
+
+
+@pytest.fixture(scope="module")
+def whole(words, tmp_path_factory, command) -> dict[str, bytes]:
+    """The files of one undisturbed worker."""
+    out = tmp_path_factory.mktemp("whole") / "maps"
+    done = command("tools/relabel_imagenet.py", *words, "--out", out)
+    assert done.returncode == 0, done.stderr
+    return files(out)
+
+
+def files(out: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(out)): p.read_bytes() for p in out.rglob("*") if p.is_file()}
+
+
+@pytest.mark.slow
+def test_a_process_per_worker_gives_the_same_bytes(words, whole, tmp_path, command):
+    out = tmp_path / "maps"
+    more = ["--out", out, "--engine", "local", "--num-workers", 2]
+    done = command("tools/relabel_imagenet.py", *words, *more)
+    assert done.returncode == 0, done.stderr
+    assert files(out) == whole
+    assert all(f"worker {number}: shard " in done.stdout for number in (0, 1))
+    assert "160/160" in done.stdout
+
+
+# Nodes of a simulated cluster come and go while the command runs. Prints how many processes of Ray
+# have labeled: three, and one more for each that was killed or lost its node.
+CLUSTER = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+from ray.cluster_utils import Cluster
+
+def find_workers():
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if path.read_bytes().startswith(b"ray::label_on_ray"):
+                yield int(path.parent.name)
+        except OSError:
+            pass
+
+def find_holders():
+    return {json.loads(path.read_bytes())["worker"] for path in out.glob("leases/*.1")}
+
+out, words = Path(sys.argv[1]), sys.argv[2:]
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+environment = os.environ | {"RAY_ADDRESS": cluster.address}
+run = subprocess.Popen([sys.executable, "tools/relabel_imagenet.py", *words], env=environment)
+while run.poll() is None and len(find_holders()) < 3:
+    time.sleep(0.05)
+seen = set(find_workers())
+os.kill(min(seen), signal.SIGKILL)
+cluster.remove_node(nodes.pop(), allow_graceful=False)
+cluster.add_node(num_cpus=1)
+while run.poll() is None:
+    seen |= set(find_workers())
+    time.sleep(0.2)
+print(len(seen), "processes", flush=True)
+cluster.shutdown()
+sys.exit(run.returncode)
+"""
+
+
+@pytest.mark.slow
+def test_a_cluster_that_loses_and_gains_nodes_gives_the_same_bytes(words, whole, tmp_path):
+    """Three nodes: a worker is killed, a node is removed, and another one joins."""
+    pytest.importorskip("ray", reason="ray is not installed")
+    script, out = tmp_path / "cluster.py", tmp_path / "maps"
+    script.write_text(CLUSTER)
+    words = [*words, "--out", out, "--engine", "ray", "--num-workers", "3"]
+    done = subprocess.run(
+        [sys.executable, script, out, *words],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert files(out) == whole
+    count = int(re.search(r"^(\d+) processes$", done.stdout, re.M)[1])
+    assert count >= 4, done.stdout[-3000:]
+
+
+@pytest.mark.slow
+def test_the_jobs_of_the_guide_label(words, whole, tmp_path):
+    """Two tasks of the Slurm script at once, then the command of the Kubernetes job."""
+    guide = (ROOT / "docs/guides/label-on-many-devices.md").read_text()
+    slurm, kubernetes = (
+        re.search(rf"^```{kind}\n(.*?)^```", guide, re.M | re.S)[1] for kind in ("bash", "yaml")
+    )
+    job = yaml.safe_load(kubernetes)
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert {entry["name"] for entry in container["env"]} == {"DATA", "TEACHER", "MAPS"}
+    out = tmp_path / "maps"
+    options = dict(zip(words[::2], words[1::2], strict=False))
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "DATA": options["--data"],
+        # The other options of this teacher; of two values of an option the last counts.
+        "TEACHER": " ".join(words[words.index("--teacher") + 1 :]),
+        "MAPS": f"{out} --input-size {options['--input-size']}",
+    }
+    tasks = [
+        subprocess.Popen(
+            ["bash", "-c", slurm], cwd=ROOT, env=environment | {"SLURM_ARRAY_TASK_ID": task}
+        )
+        for task in "01"
+    ]
+    assert [task.wait(300) for task in tasks] == [0, 0]
+    assert files(out) == whole
+    done = subprocess.run(
+        [*container["command"], *container["args"]],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"{out} is finished" in done.stdout

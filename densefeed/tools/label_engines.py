@@ -59,7 +59,7 @@ def run_engine(
     run = run_local if engine == "local" else run_on_ray
     if failed := run([*words, "--workers-join"], out, workers, share):
         raise UserError(
-            f"{failed} workers failed, see above; run the same command to label what is left"
+            f"workers failed ({failed}), see above; run the same command to label what is left"
         )
 
 
@@ -201,7 +201,7 @@ def open_cluster() -> Any:
         ) from None
     try:
         ray.init(logging_level="warning")
-    except ConnectionError as error:
+    except (ConnectionError, RuntimeError) as error:
         raise UserError(
             f"there is no Ray cluster at RAY_ADDRESS={os.environ.get('RAY_ADDRESS')} "
             f"({type(error).__name__}); start one with `ray start --head`, or unset RAY_ADDRESS"

@@ -63,7 +63,7 @@ def run(tmp_path, count: int) -> None:
 
 def test_a_worker_that_fails_ends_in_one_sentence(scripted, tmp_path, capsys):
     scripted("print('error: no such teacher'); raise SystemExit(2)", "print('relabel, images')")
-    with pytest.raises(UserError, match=r"^1 workers failed, see above; run the same command"):
+    with pytest.raises(UserError, match=r"^workers failed .1., see above; run the same command"):
         run(tmp_path, 2)
     assert capsys.readouterr().out == "worker 0: error: no such teacher\n"
 
@@ -73,7 +73,7 @@ def test_others_finish_for_a_worker_that_is_killed(scripted, tmp_path, capsys):
     run(tmp_path, 2)
     assert "worker 0 was killed by signal 9" in capsys.readouterr().out
     scripted("import os; os.kill(os.getpid(), 9)")
-    with pytest.raises(UserError, match="1 workers failed"):
+    with pytest.raises(UserError, match="workers failed .1."):
         run(tmp_path, 1)
 
 

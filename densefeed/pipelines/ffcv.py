@@ -26,14 +26,7 @@ class FfcvSource(StoreMaps):
     remedy = "copy the file again, or pack it again"
 
     def __init__(self, path: str | Path, maps: str | Path | None = None) -> None:
-        path = Path(path)
-        is_pattern = any(sign in path.name for sign in "*?[")
-        paths = sorted(path.parent.glob(path.name)) if is_pattern else [path]
-        if not paths:
-            raise UserError(
-                f"{path} matches no file; check it, or pack files with tools/pack_dataset.py"
-            )
-        self._beton = Beton(paths)
+        self._beton = self._open(path)
         self.where = self._beton.where
         self.labels, self.fingerprint = self._beton.labels, self._beton.fingerprint
         notes = self._beton.notes
@@ -52,7 +45,17 @@ class FfcvSource(StoreMaps):
                 notes["min_window_side"],
             )
 
-    def _check_store(self, path: Path, maps: Path) -> None:
+    def _open(self, path: str | Path) -> Beton:
+        path = Path(path)
+        is_pattern = any(sign in path.name for sign in "*?[")
+        paths = sorted(path.parent.glob(path.name)) if is_pattern else [path]
+        if not paths:
+            raise UserError(
+                f"{path} matches no file; check it, or pack files with tools/pack_dataset.py"
+            )
+        return Beton(paths)
+
+    def _check_store(self, path: str | Path, maps: str | Path) -> None:
         """Raise UserError if the maps beside the file are not those of its images."""
         notes, images, rows = self._beton.notes, len(self._beton), len(self._store)
         # A file that FFCV itself wrote has no fingerprint: only the number of images and the

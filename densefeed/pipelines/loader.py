@@ -98,6 +98,10 @@ class Source(Protocol):
     native threads. `image` and `check_map` are called for samples that failed there. Where whole
     images are augmented before the crop, `image` takes the place of `begin`.
 
+    A source may have `follow(plan, epoch, step, index)` too: it is called before every batch with
+    the samples of all batches of this rank in the epoch, `[batches, local batch]`, so that those of
+    later ones can be fetched early (remote.py).
+
     Raise UserError, a sentence with the cause and the remedy, for a sample that cannot be read; the
     loader adds the sample's number and applies `on_bad_sample`. An error from `begin`, `wait` or
     `map_rows` ends the run.
@@ -293,8 +297,10 @@ class ThreadedLoader:
             self._shapes, self._memory = shapes, Memory()
         # One more batch is fetched than decoded: the files of a folder are read while earlier ones
         # are decoded.
-        runs = self.plan.runs(epoch, start)
-        fetching = self._fetch(zip(rows, runs, strict=True), epoch, prepare)
+        planned = zip(rows, self.plan.runs(epoch, start), strict=True)
+        if hasattr(self.source, "follow"):
+            planned = self._announce(planned, epoch, start, shard.index)
+        fetching = self._fetch(planned, epoch, prepare)
         fetched, decoding, steps = deque(), deque(), count(start)
         shape = (self.plan.shape(epoch, step) for step in count(start))
         try:
@@ -320,6 +326,14 @@ class ThreadedLoader:
                 fetch.cancel()
             for begun in decoding:
                 self._cancel(begun.decoding)
+
+    def _announce(
+        self, batches: Iterator[tuple], epoch: int, start: int, index: np.ndarray
+    ) -> Iterator[tuple]:
+        """Yield batch after batch; announce each to the source before."""
+        for step, batch in enumerate(batches, start):
+            self.source.follow(self.plan, epoch, step, index)
+            yield batch
 
     def _begin(
         self, encoded: Encoded, ids: np.ndarray, shape: Shape, maps: MapRows | None

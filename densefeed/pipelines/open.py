@@ -16,6 +16,7 @@ from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import CPU, Source, ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan, Interpolation
+from densefeed.pipelines.remote import RemoteSource
 from densefeed.pipelines.shapes import (
     AspectBuckets,
     Shape,
@@ -27,7 +28,8 @@ from densefeed.storage.geometry import LEAST_CROP
 from densefeed.storage.images import MaxPixels, limit_pixels
 from densefeed.system.devices import THREADS, free_memory
 from densefeed.system.errors import UserError
-from densefeed.system.options import Bounds, Count, Fraction, Options
+from densefeed.system.object_store import ObjectURL
+from densefeed.system.options import Bounds, Count, Fraction, Location, NonNegativeInt, Options
 
 Mode = Literal["train", "evaluate"]
 Filter = Literal["bilinear", "bicubic"]
@@ -37,9 +39,14 @@ Filter = Literal["bilinear", "bicubic"]
 class DataOptions(Options):
     """The section `data` of a run's options."""
 
-    # training set: a folder of class folders; with --loader ffcv or dali a .beton or 'a-*.beton'
-    train: Annotated[Path, arg(name="data")] = tyro.MISSING
-    val: Path = tyro.MISSING  # validation set, of the same kind
+    # training set: a folder of class folders; with --loader ffcv or dali a .beton or 'a-*.beton',
+    # with ffcv also s3://BUCKET/train.beton
+    train: Annotated[Location, arg(name="data")] = tyro.MISSING
+    val: Location = tyro.MISSING  # validation set, of the same kind
+    # folder of local copies of --data and --val in object storage; default: ~/.cache/densefeed
+    cache: Path | None = None
+    # bytes of disk that the copy of --data may take, and that of --val; 0: 0.9 of the free space
+    cache_bytes: NonNegativeInt = 0
     # score maps (HDF5 file or folder of shards) of the training set; a .beton may carry its own
     score_maps: Path | None = None
     # keep all score maps in the memory of the device (ImageNet: 9 GB) instead of in the batches
@@ -88,7 +95,10 @@ class DataOptions(Options):
         check_aspects(self.aspects)
 
     def unused(self) -> dict[str, str]:
-        return {} if self.aspects else {"side_multiple": "--aspects"}
+        found = {} if self.aspects else {"side_multiple": "--aspects"}
+        if not any(isinstance(path, ObjectURL) for path in (self.train, self.val)):
+            found |= dict.fromkeys(("cache", "cache_bytes"), "--data s3://...")
+        return found
 
     @property
     def all_sizes(self) -> tuple[tuple[int, int], ...]:
@@ -148,6 +158,17 @@ def open_either(path: Path, mode: Mode, maps: Path | None, threads: int) -> Sour
     return (open_folder if path.is_dir() else open_beton)(path, mode, maps, threads)
 
 
+def open_remote(url: ObjectURL, data: DataOptions, maps: Path | None) -> RemoteSource:
+    """Open .beton files in object storage. UserError for a loader that cannot read them."""
+    if data.loader != "ffcv":
+        raise UserError(
+            f"{url} is in object storage, which --loader ffcv reads and --loader {data.loader} "
+            "does not; give --loader ffcv, or copy the data to a local disk"
+        )
+    folder = data.cache or Path("~/.cache/densefeed").expanduser()
+    return RemoteSource(url, maps, folder, data.cache_bytes)
+
+
 # For each name of `--loader` what opens its samples, (path, mode, score maps, threads) to a Source,
 # and what makes the loader, with the arguments of ThreadedLoader.
 LOADERS = {
@@ -203,7 +224,10 @@ def open_dataset(
     limit_pixels(data.max_pixels)
     (open_source, make), training = find_loader(data.loader), mode == "train"
     path, score_maps = (data.train, data.score_maps) if training else (data.val, None)
-    source = open_source(Path(path), mode, score_maps, data.threads)
+    if isinstance(path, ObjectURL):
+        source = open_remote(path, data, score_maps)
+    else:
+        source = open_source(Path(path), mode, score_maps, data.threads)
     plan = EpochPlan(
         num_samples=len(source.labels),
         batch=batch,

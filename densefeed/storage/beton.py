@@ -165,7 +165,7 @@ def arrays_crc(arrays: Iterable[bytes]) -> int:
 class Front(NamedTuple):
     """Header, field descriptors and notes of one file."""
 
-    path: Path
+    path: Path | str  # its name in messages
     descriptor: int
     fields: list[Field]
     num_samples: int
@@ -180,7 +180,8 @@ class Beton:
 
     Everything but the samples is copied into memory and checked when the file is opened. No memory
     map is kept, so a file that is cut or replaced while it is open raises an error and never
-    SIGBUS. Samples are read with `pread`.
+    SIGBUS. Samples are read with `pread`. Messages name the files by `names` if they are given: the
+    URLs of local copies.
 
     Attributes, N samples in all:
         labels: int64 `[N]`.
@@ -202,7 +203,9 @@ class Beton:
     pointers, and the sample of each allocation.
     """
 
-    def __init__(self, paths: Path | str | Sequence[Path | str]) -> None:
+    def __init__(
+        self, paths: Path | str | Sequence[Path | str], names: Sequence[str] | None = None
+    ) -> None:
         self.paths = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
         if not self.paths:
             raise UserError("no .beton file was named; name one or several")
@@ -211,7 +214,11 @@ class Beton:
         # the list is emptied in place and never replaced.
         self._close = weakref.finalize(self, close_all, self.descriptors)
         try:
-            fronts = [self._open(path) for path in self.paths]
+            fronts = [
+                self._open(path, names[number] if names else path)
+                for number, path in enumerate(self.paths)
+            ]
+            self.paths = [front.path for front in fronts]
             self._merge_notes(fronts)
             self._load(fronts)
         # The files that are open already are closed, whatever went wrong.
@@ -219,7 +226,7 @@ class Beton:
             self.close()
             raise
 
-    def _open(self, path: Path) -> Front:
+    def _open(self, path: Path, name: Path | str) -> Front:
         if not path.exists():
             raise UserError(f"{path}: there is no such file; make it with tools/pack_dataset.py")
         # To open a named pipe would wait for its writer.
@@ -227,7 +234,7 @@ class Beton:
             raise UserError(f"{path} is no file; name a .beton, made with tools/pack_dataset.py")
         # In the list before the file is read, so an error closes it too.
         self.descriptors.append(os.open(path, os.O_RDONLY))
-        return read_front(path, self.descriptors[-1])
+        return read_front(name, self.descriptors[-1])
 
     def _merge_notes(self, fronts: list[Front]) -> None:
         """Set `fields` and `notes`; UserError unless the files can be one dataset."""
@@ -430,6 +437,17 @@ class Beton:
                 f"{self.where(index)} is damaged: {reason}; pack or copy the file again"
             )
         return bytes(stored), mode
+
+    def extents(self) -> Extents:
+        """Return the bytes from each sample's first array, or its image, to the end of the last.
+
+        A writer stores the fields of a sample after each other, so little else lies between.
+        """
+        starts, ends = self.images.offset.copy(), self.images.offset + self.images.size
+        for n, offsets in self._offsets.items():
+            np.minimum(starts, offsets, out=starts)
+            np.maximum(ends, offsets + self.fields[n].nbytes, out=ends)
+        return Extents(self.images.file, starts, ends - starts)
 
     def read_ahead(self, first: int, end: int) -> None:
         """Ask the system to read the samples `first` to `end` - 1 into its page cache.
@@ -639,6 +657,40 @@ def read_front(path: Path, descriptor: int) -> Front:
     if count == 0:
         raise UserError(f"{path} holds no images; pack it again")
     return Front(path, descriptor, fields, count, table, start, notes, modes)
+
+
+def front_ranges(descriptor: int) -> Iterator[tuple[int, int]]:
+    """Yield the ranges, start and stop, of all that `Beton` reads of a file when it opens it.
+
+    For a copy of a file that is being fetched: it has its full size, and each range must be in it
+    before the next is requested. Ranges of a damaged file may end early, which `Beton` reports.
+    """
+    yield 0, HEADER.itemsize
+    header = np.frombuffer(os.pread(descriptor, HEADER.itemsize, 0).ljust(24, b"\0"), HEADER)[0]
+    _, num_fields, _, count, table = header.tolist()
+    start, size = HEADER.itemsize + FIELD.itemsize * num_fields, os.fstat(descriptor).st_size
+    if num_fields >= 64 or not start <= table <= size:
+        return
+    yield HEADER.itemsize, start
+    head = os.pread(descriptor, start, 0)
+    kinds = [head[at] for at in range(HEADER.itemsize, start, FIELD.itemsize)]
+    if not set(kinds) <= METADATA.keys():
+        return
+    end = start + count * metadata_dtype([Field(kind, "") for kind in kinds]).itemsize
+    places = [
+        np.frombuffer(head, NOTES, 1, notes_place(at))[0]
+        for at in range(HEADER.itemsize, start, FIELD.itemsize)
+    ]
+    for place in places:
+        if place["mark"] == MARK:
+            at, notes_size = int(place["at"]), min(int(place["size"]), NOTES_LIMIT)
+            yield at, at + notes_size
+            sums = parse_notes(os.pread(descriptor, notes_size, at)).get("crc32")
+            samples = sums.get("samples_at") if isinstance(sums, dict) else None
+            if is_between(samples, 0, table, int):
+                yield samples, samples + 4 * count
+    yield start, min(end, table)
+    yield table, size
 
 
 def read_notes(path: Path, descriptor: int, head: bytes, table: int) -> dict:

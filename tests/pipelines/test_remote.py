@@ -1,0 +1,204 @@
+"""Training data in object storage: equal batches, exact reads, faults."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import obstore
+import pytest
+import torch
+
+from densefeed.pipelines.ffcv import FfcvSource
+from densefeed.pipelines.loader import ThreadedLoader
+from densefeed.pipelines.plan import EpochPlan
+from densefeed.pipelines.remote import RemoteSource
+from densefeed.storage.beton import Beton
+from densefeed.system.errors import UserError
+from densefeed.system.object_store import connect
+
+
+@pytest.fixture
+def local(packed):
+    return packed[0]
+
+
+@pytest.fixture
+def url(bucket, local):
+    upload(bucket / "train.beton", local)
+    return bucket / "train.beton"
+
+
+def upload(url, path: Path) -> None:
+    obstore.put(connect(url), url.key, path.read_bytes())
+
+
+def read(source, epochs=(0,), start=0, **options):
+    """Return the batches of epochs; the first from `start` on."""
+    settings = {"batch": 4, "seed": 3, "mode": "train", "sizes": ((0, 32),)} | options
+    reader = ThreadedLoader(source, EpochPlan(num_samples=len(source.labels), **settings), 2)
+    try:
+        return [
+            batch
+            for epoch in epochs
+            for batch in reader.batches(epoch, start if epoch == epochs[0] else 0)
+        ]
+    finally:
+        reader.close()
+
+
+def assert_equal(ours, theirs):
+    assert len(ours) == len(theirs) > 0
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.tensors.keys() == other.tensors.keys()
+        for name, tensor in one.tensors.items():
+            assert torch.equal(tensor, other.tensors[name]), name
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"order": "blocks", "block": 2, "window": 2}, {"repeats": 2}, {"mode": "evaluate"}],
+    ids=["random", "blocks", "repeats", "evaluate"],
+)
+def test_batches_equal_those_of_the_local_file(url, local, tmp_path, options):
+    ours = read(RemoteSource(url, None, tmp_path), (0, 1), **options)
+    assert_equal(ours, read(FfcvSource(local), (0, 1), **options))
+
+
+def test_a_resumed_epoch_and_two_ranks_equal_those_of_the_local_file(url, local, tmp_path):
+    for options in ({"start": 1}, {"rank": 0, "ranks": 2}, {"rank": 1, "ranks": 2}):
+        ours = read(RemoteSource(url, None, tmp_path), (1, 2), **options)
+        assert_equal(ours, read(FfcvSource(local), (1, 2), **options))
+
+
+def needed_bytes(local, ids):
+    """Return the bytes of samples and of all that lies before and after the samples."""
+    beton = Beton(local)
+    extents = beton.extents()
+    between = int((extents.offset + extents.size).max() - extents.offset.min())
+    beton.close()
+    gaps = table_start(local) - int((extents.offset + extents.size).max())
+    front = local.stat().st_size - between - gaps
+    return front + int(extents.size[ids].sum()), front
+
+
+def table_start(path):
+    return int(np.fromfile(path, "<u8", 3)[2])
+
+
+def test_only_needed_bytes_are_fetched_once(url, local, tmp_path):
+    source = RemoteSource(url, None, tmp_path)
+    needed, front = needed_bytes(local, np.arange(len(source.labels)))
+    read(source, (0, 1, 2))
+    assert needed - front <= source.fetched <= 1.05 * needed
+    # The copy is complete: the next run fetches nothing.
+    again = RemoteSource(url, None, tmp_path)
+    read(again)
+    assert again.fetched == 0
+
+
+def damage(path: Path, offset: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 255]))
+
+
+def test_what_a_power_cut_left_damaged_is_fetched_again(url, local, tmp_path):
+    source = RemoteSource(url, None, tmp_path)
+    read(source)
+    extents, copy = Beton(local).extents(), next(tmp_path.rglob("0.beton"))
+    damage(copy, int(extents.offset[5] + extents.size[5] // 2))
+    again = RemoteSource(url, None, tmp_path)
+    assert_equal(read(again, (0, 1)), read(FfcvSource(local), (0, 1)))
+    assert again.fetched == extents.size[5]
+
+
+def test_a_replaced_object_is_noticed(url, local, tmp_path):
+    read(RemoteSource(url, None, tmp_path))
+    content = bytearray(local.read_bytes())
+    extents = Beton(local).extents()
+    at = int(extents.offset[0] + extents.size[0] - 1)
+    content[at] ^= 1
+    # Opened before it is replaced.
+    early = RemoteSource(url, None, tmp_path / "early")
+    obstore.put(connect(url), url.key, bytes(content))
+    with pytest.raises(UserError, match=r"train\.beton was replaced while it was read"):
+        read(early)
+    late = RemoteSource(url, None, tmp_path)
+    read(late)
+    # Nothing of the old version was used.
+    assert late.fetched >= extents.size.sum()
+    assert next(tmp_path.glob("*/0.beton")).read_bytes()[at] == content[at]
+
+
+def test_a_replaced_object_that_another_run_reads(url, local, tmp_path):
+    source = RemoteSource(url, None, tmp_path)
+    obstore.put(connect(url), url.key, local.read_bytes()[:-1] + b"\1")
+    with pytest.raises(UserError, match="replaced while another run reads it"):
+        RemoteSource(url, None, tmp_path)
+    source.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("ExpiredToken", "the credentials have expired"),
+        ("NoSuchBucket", "there is no such bucket"),
+        ("SlowDown", "the storage refuses more requests"),
+        ("cut", "the storage|a reply was cut"),
+    ],
+)
+def test_storage_that_fails_for_good(url, tmp_path, disturb, fault, reason):
+    source = RemoteSource(url, None, tmp_path)
+    disturb(lambda method, path, number: fault)
+    with pytest.raises(UserError, match=reason):
+        read(source)
+    assert not any(np.fromfile(next(tmp_path.rglob("index")), "<u8"))
+
+
+def test_storage_that_fails_now_and_then(url, local, tmp_path, disturb):
+    faults = {n: name for n, name in enumerate(["cut", "SlowDown", "InternalError", "lost"] * 2)}
+    disturb(lambda method, path, number: faults.get(number - 2, ""))
+    ours = read(RemoteSource(url, None, tmp_path), (0, 1))
+    assert_equal(ours, read(FfcvSource(local), (0, 1)))
+
+
+def test_a_full_disk_ends_the_run(url, tmp_path, monkeypatch):
+    source = RemoteSource(url, None, tmp_path)
+
+    def write_at(descriptor, data, offset):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("densefeed.storage.object_cache.write_at", write_at)
+    with pytest.raises(OSError, match="No space left") as raised:
+        read(source)
+    assert str(tmp_path) in raised.value.filename
+
+
+def test_a_missing_object(bucket, tmp_path, quick_retries):
+    for name in ("absent.beton", "absent-*.beton"):
+        with pytest.raises(UserError, match=r"absent.*no such object|matches no object"):
+            RemoteSource(bucket / name, None, tmp_path)
+
+
+def test_a_pattern_names_one_dataset(bucket, local, tmp_path):
+    for n in (0, 1):
+        shutil.copy(local, tmp_path / f"part-{n}.beton")
+        upload(bucket / "sub" / f"part-{n}.beton", local)
+    ours = read(RemoteSource(bucket / "sub" / "part-*.beton", None, tmp_path / "cache"), (0, 1))
+    assert_equal(ours, read(FfcvSource(tmp_path / "part-*.beton"), (0, 1)))
+
+
+def test_a_copy_smaller_than_the_dataset(url, local, tmp_path):
+    """The copy stays below its capacity, and the batches are the same."""
+    probe = RemoteSource(url, None, tmp_path / "probe")
+    capacity = probe._cache.room(7)
+    probe.close()
+    source = RemoteSource(url, None, tmp_path, capacity)
+    assert source._cache.is_bounded
+    ours = read(source, (0, 1, 2), batch=1)
+    assert_equal(ours, read(FfcvSource(local), (0, 1, 2), batch=1))
+    assert next(tmp_path.glob("*/0.beton")).stat().st_blocks * 512 < local.stat().st_size
+    with pytest.raises(UserError, match=r"--cache-bytes .* holds less than the batches in flight"):
+        read(RemoteSource(url, None, tmp_path, capacity), batch=4)

@@ -165,6 +165,11 @@ def open_remote(url: ObjectURL, data: DataOptions, maps: Path | None) -> RemoteS
             f"{url} is in object storage, which --loader ffcv reads and --loader {data.loader} "
             "does not; give --loader ffcv, or copy the data to a local disk"
         )
+    if data.maps_on_device and maps is None:
+        raise UserError(
+            "--maps-on-device would fetch all images with their score maps before the first step; "
+            "remove it, or copy the file to a local disk"
+        )
     folder = data.cache or Path("~/.cache/densefeed").expanduser()
     return RemoteSource(url, maps, folder, data.cache_bytes)
 

@@ -8,9 +8,9 @@ copy may not hold all samples, those with the farthest next use are freed.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,7 +69,7 @@ class RemoteSource(FfcvSource):
         # Of the epoch that is read: batches that are requested, and those that were begun.
         self._requested, self._begun = deque[_Held](), deque[_Held]()
         self._next, self._jobs = None, {}
-        self._single = threading.Lock()
+        self._turn = threading.Lock()
         super().__init__(url, maps)
 
     def _open(self, path: ObjectURL) -> Beton:
@@ -88,9 +88,15 @@ class RemoteSource(FfcvSource):
 
         `index` is the samples of all batches of this rank in the epoch, `[batches, local batch]`.
         """
+        ahead = self._count_ahead(plan, index.shape[1])
+        with self._turn:
+            self._advance(plan, epoch, step, index, ahead)
+
+    def _advance(
+        self, plan: EpochPlan, epoch: int, step: int, index: np.ndarray, ahead: int
+    ) -> None:
         if self._next != (epoch, step):
             self._restart(plan, epoch, step)
-        ahead = self._count_ahead(plan, index.shape[1])
         while len(self._requested) <= ahead and self._planned < len(index):
             ids = np.unique(index[self._planned])
             self._requested.append(self._request(ids, self._next_use(plan, self._planned)))
@@ -178,34 +184,33 @@ class RemoteSource(FfcvSource):
         return Fetch(wait, encoded.cancel)
 
     def image(self, index: int) -> Image.Image:
-        self._ensure(index)
-        return super().image(index)
+        with self._fetched(np.array([index])):
+            return super().image(index)
 
     def check_map(self, index: int) -> None:
-        self._ensure(index)
-        super().check_map(index)
+        with self._fetched(np.array([index])):
+            super().check_map(index)
 
-    def _ensure(self, index: int) -> None:
-        """Wait until a sample is here; one of no batch in flight stays pinned until `close`."""
-        with self._single:
-            if not self._cache.is_held(index):
-                held = self._request(np.array([index]), np.zeros_like)
-                self._wait(held.jobs)
-        if job := self._jobs.get(index):
-            job.result()
+    def maps(self, ids: np.ndarray) -> ScoreMaps:
+        with self._fetched(np.unique(ids)):
+            return super().maps(ids)
+
+    @contextmanager
+    def _fetched(self, ids: np.ndarray) -> Iterator[None]:
+        """Hold samples, each once, that are here then."""
+        with self._turn:
+            held = self._request(ids, np.zeros_like)
+        try:
+            self._wait(held.jobs)
+            yield
+        finally:
+            with self._turn:
+                self._release(held)
 
     @staticmethod
     def _wait(jobs: dict[int, Future]) -> None:
         for job in set(jobs.values()):
             job.result()
-
-    def maps(self, ids: np.ndarray) -> ScoreMaps:
-        if self._store is None:
-            raise UserError(
-                "--maps-on-device would fetch all images with their score maps before the first "
-                "step; remove it, or copy the file to a local disk"
-            )
-        return super().maps(ids)
 
     def read_ahead(self, first: int, end: int) -> None:
         """Do nothing: `follow` requests what is needed."""

@@ -206,9 +206,10 @@ class SampleCache:
         verified. Returns None, and pins nothing, while other pinned samples leave no room.
         """
         with self._copy.locked():
+            new = (self._pins[ids] == 0).any()
             self._pins[ids] += 1
             # The index is read afterwards: until here another process may have freed samples.
-            if self.is_bounded and not self._make_room(next_use):
+            if self.is_bounded and new and not self._make_room(next_use):
                 self._pins[ids] -= 1
                 return None
             missing = self._index[ids] == 0
@@ -218,10 +219,6 @@ class SampleCache:
         """Undo `hold`."""
         # Without the lock: other processes see the old or the new byte, and both are safe.
         self._pins[ids] -= 1
-
-    def is_held(self, index: int) -> bool:
-        """Whether this process has pinned a sample."""
-        return bool(self._pins[index])
 
     def _make_room(self, next_use: NextUse) -> bool:
         held, present = self._find_held(), self._index != 0

@@ -202,3 +202,38 @@ def test_a_copy_smaller_than_the_dataset(url, local, tmp_path):
     assert next(tmp_path.glob("*/0.beton")).stat().st_blocks * 512 < local.stat().st_size
     with pytest.raises(UserError, match=r"--cache-bytes .* holds less than the batches in flight"):
         read(RemoteSource(url, None, tmp_path, capacity), batch=4)
+
+
+def test_maps_are_read_before_the_first_batch(url, local, tmp_path):
+    """The audit of a training's start reads some."""
+    source, ids = RemoteSource(url, None, tmp_path), np.array([3, 1, 3])
+    theirs = FfcvSource(local)
+    for one, other in zip(source.maps(ids), theirs.maps(ids), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert source.image(2).tobytes() == theirs.image(2).tobytes()
+    assert not source._cache._pins.any()
+    source.close()
+    theirs.close()
+
+
+@pytest.mark.slow
+def test_train_from_storage_equals_local_training(url, local, tmp_path, command):
+    """The same checkpoint, and the options that storage needs."""
+    options = ["--loader", "ffcv", "--val", local, "--epochs", 1, "--batch", 4, "--threads", 1]
+    recipe = ["train.py", "lvvit_micro_token_label", "--device", "cpu", *options]
+    results = []
+    for name, data in (("local", local), ("remote", url)):
+        extra = ["--cache", tmp_path / "cache"] if name == "remote" else []
+        done = command(*recipe, "--data", data, "--out", tmp_path / name, *extra)
+        assert done.returncode == 0, done.stderr
+        lines = (tmp_path / name / "result.json").read_text().splitlines()
+        results.append([line for line in lines if '"loss"' in line or '"top' in line])
+    assert results[0] == results[1]
+    for extra, reason in (
+        (["--loader", "dali"], "--loader ffcv reads and --loader dali does not"),
+        (["--maps-on-device"], "remove it, or copy the file"),
+        (["--data", local, "--cache", tmp_path], "--cache has no effect without --data s3://"),
+    ):
+        done = command(*recipe, "--data", url, "--out", tmp_path / "x", *extra)
+        assert done.returncode == 2
+        assert reason in done.stderr

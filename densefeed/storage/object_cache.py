@@ -34,7 +34,7 @@ import numpy as np
 
 from densefeed.storage.beton import Extents, front_ranges
 from densefeed.system.errors import UserError
-from densefeed.system.files import make_folder, name_errors, replace_file, write_at
+from densefeed.system.files import make_folder, name_errors, replace_file, reserve_space, write_at
 from densefeed.system.json_files import read_json
 from densefeed.system.object_ranges import RemoteFile
 
@@ -161,6 +161,7 @@ class SampleCache:
 
     def __init__(self, copy: CachedFiles, extents: Extents, capacity: int, read: Read) -> None:
         self._copy, self._read, self.fetched = copy, read, 0
+        self._counting = threading.Lock()
         self._file, self._start = extents.file, extents.offset
         self._stop = extents.offset + extents.size
         check_disjoint(copy, extents)
@@ -292,8 +293,8 @@ class SampleCache:
         """Fetch samples that `join` returned as one range, and that are held."""
         begin, number = int(self._start[run[0]]), int(self._file[run[0]])
         content = self._read(self._copy.files[number], begin, int(self._stop[run[-1]]))
-        # A count that threads may lose an addition to is of no use in a test.
-        self.fetched += len(content)
+        with self._counting:
+            self.fetched += len(content)
         for index in run.tolist():
             start, stop = int(self._start[index]), int(self._stop[index])
             part = content[start - begin : stop - begin]
@@ -331,7 +332,9 @@ def open_map(path: Path, count: int, dtype: np.dtype) -> np.memmap:
     """Open numbers that processes share in a file; new ones are 0."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        os.ftruncate(descriptor, count * dtype.itemsize)
+        # On a full disk, a store to a page that is not allocated would be SIGBUS.
+        with name_errors(path):
+            reserve_space(descriptor, count * dtype.itemsize)
         with open(descriptor, "r+b", closefd=False) as file:
             return np.memmap(file, dtype, "r+", shape=(count,))
     finally:

@@ -142,6 +142,14 @@ def test_pinned_samples_are_not_freed(tmp_path):
         assert np.flatnonzero(ours._index).tolist() == [0, 2]
 
 
+def test_the_index_has_its_disk_space_from_the_start(tmp_path):
+    """A store to a map of a file without space would end the process (SIGBUS)."""
+    pages = np.arange(3000) * PAGE
+    with open_cache(tmp_path, Disk(3000 * PAGE), pages, np.full(3000, PAGE)):
+        for name, size in (("index", 24_000), ("pins.*", 3000)):
+            assert next(tmp_path.rglob(name)).stat().st_blocks * 512 >= size
+
+
 def test_samples_in_one_another_are_refused(tmp_path):
     with (
         pytest.raises(UserError, match="samples that lie in one another"),

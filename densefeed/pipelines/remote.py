@@ -31,6 +31,8 @@ from densefeed.system.object_store import ObjectURL
 CONNECTIONS = 64
 # Samples of a rank that are requested before the loader needs them: 0.5 s at 4,000 per second.
 LOOKAHEAD = 2048
+# Batches that are requested at most when one is begun, until there are LOOKAHEAD samples.
+RAMP = 3
 # Batches of the loader that may still be read: those it decodes, the one it fetches, and a spare.
 IN_FLIGHT = AHEAD + 2
 # Samples that are compared with their checksums by one call.
@@ -97,7 +99,9 @@ class RemoteSource(FfcvSource):
     ) -> None:
         if self._next != (epoch, step):
             self._restart(plan, epoch, step)
-        while len(self._requested) <= ahead and self._planned < len(index):
+        # All at once, the first requests would take the processor from the first steps.
+        until = min(len(index), self._planned + RAMP)
+        while len(self._requested) <= ahead and self._planned < until:
             ids = np.unique(index[self._planned])
             self._requested.append(self._request(ids, self._next_use(plan, self._planned)))
             self._planned += 1

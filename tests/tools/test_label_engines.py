@@ -73,7 +73,7 @@ def test_others_finish_for_a_worker_that_is_killed(scripted, tmp_path, capsys):
     run(tmp_path, 2)
     assert "worker 0 was killed by signal 9" in capsys.readouterr().out
     scripted("import os; os.kill(os.getpid(), 9)")
-    with pytest.raises(UserError, match="workers failed .1."):
+    with pytest.raises(UserError, match=r"workers failed .1."):
         run(tmp_path, 1)
 
 

@@ -68,10 +68,8 @@ class CachedFiles:
 
     def __init__(self, files: Sequence[RemoteFile], root: Path, read: Read) -> None:
         names = "\n".join(file.url for file in files)
-        self.files, self.folder = (
-            list(files),
-            root / hashlib.sha256(names.encode()).hexdigest()[:32],
-        )
+        self.files = list(files)
+        self.folder = root / hashlib.sha256(names.encode()).hexdigest()[:32]
         self.paths = [self.folder / f"{number}.beton" for number in range(len(files))]
         self._read, self.fetched, self._thread_lock = read, 0, threading.Lock()
         make_folder(self.folder)

@@ -23,6 +23,8 @@ from densefeed.system.options import Count
 # Files whose byte size enters the fingerprint. A stat of every file of a network disk takes
 # minutes.
 SIZED_FILES = 1024
+# Images whose paths are hashed at once.
+HASHED_ROWS = 2**14
 # What is read, whatever the file's name says: the formats of torchvision's ImageFolder, and GIF.
 # Pillow opens 43, some of them by other programs: EPS runs Ghostscript.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM")
@@ -177,10 +179,13 @@ class Images:
         files of them.
         """
         rows = range(len(self)) if rows is None else rows
-        part = slice(rows.start, rows.stop)
-        names = zip(self.paths[part], self.labels[part], strict=True)
-        lines = (f"{path}\t{label}" for path, label in names)
-        digest = hashlib.sha256("\n".join(lines).encode())
+        digest = hashlib.sha256()
+        # In parts: the text of all images would take 140 bytes of memory for each.
+        for start in range(rows.start, rows.stop, HASHED_ROWS):
+            part = slice(start, min(start + HASHED_ROWS, rows.stop))
+            names = zip(self.paths[part], self.labels[part].tolist(), strict=True)
+            text = "\n".join(f"{path}\t{label}" for path, label in names)
+            digest.update((text if start == rows.start else f"\n{text}").encode())
         for place in sample_evenly(len(rows), sized).tolist():
             try:
                 with self.open(rows[place]) as file:

@@ -125,7 +125,9 @@ def split_images(paths: list[str], size: int) -> list[range]:
     range and, with few exceptions, no other.
     """
     least, most = max(1, size // 2), 2 * size
-    hashes = np.array([zlib.crc32(path.encode(errors="surrogateescape")) for path in paths])
+    # Not a list of Python's numbers, which would take 40 bytes of memory for each.
+    crcs = (zlib.crc32(path.encode(errors="surrogateescape")) for path in paths)
+    hashes = np.fromiter(crcs, np.int64, len(paths))
     marks, ranges, first = np.flatnonzero(hashes % least == 0), [], 0
     while first < len(paths):
         after = marks[np.searchsorted(marks, first + least) :]

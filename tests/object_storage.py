@@ -178,3 +178,13 @@ def cycle_faults(every: int, *names: str) -> Choose:
         return "" if number % every else names[number // every % len(names)]
 
     return choose
+
+
+def run_with(environment: dict[str, str], work: Callable[..., object], *words: object) -> None:
+    """Call `work` with these variables in the environment.
+
+    For the children of a fork server, which have the environment that was there when it started,
+    perhaps for another test.
+    """
+    os.environ.update(environment)
+    work(*words)

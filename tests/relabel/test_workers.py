@@ -449,7 +449,9 @@ def test_workers_killed_at_random_times_lose_no_row(many, whole, tmp_path, proce
                 kills += child.exitcode == -signal.SIGKILL
                 alive.append(processes(many, out))
                 resumed = max(resumed, count_holders(out))
+            limit = time.monotonic() + 300
             while not (out / MANIFEST).exists():
+                assert time.monotonic() < limit
                 time.sleep(0.02)
                 resumed = max(resumed, count_holders(out))
             os.kill(stopped.pid, signal.SIGCONT)

@@ -33,11 +33,10 @@ from densefeed.system import errors
 from densefeed.system.errors import UserError
 from densefeed.system.object_store import ObjectStore, ObjectURL, StorageError, connect
 
-from ..object_storage import SECRET, cycle_faults
+from ..object_storage import SECRET, cycle_faults, run_with
 from .test_workers import (
     COUNT,
     KILLS,
-    ROOT,
     SIZE,
     SlowRender,
     begin,
@@ -272,8 +271,8 @@ def processes():
     context.set_forkserver_preload(["densefeed.relabel.workers", "timm"])
 
     def start(*words):
-        os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        process = context.Process(target=work_until_done, args=words)
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        process = context.Process(target=run_with, args=(environment, work_until_done, *words))
         process.start()
         return process
 
@@ -295,7 +294,9 @@ def test_workers_killed_at_random_times_lose_no_row(many, whole, bucket, process
         try:
             wait_for(lambda store=store: store.list(SHARDS))
             os.kill(stopped.pid, signal.SIGSTOP)
+            limit = time.monotonic() + 300
             while store.read(MANIFEST) is None:
+                assert time.monotonic() < limit
                 time.sleep(draws.uniform(0.1, 0.5))
                 resumed = max(resumed, count_generations(store))
                 if kills < KILLS or resumed < 2:

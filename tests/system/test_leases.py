@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from densefeed.system import leases as module
 from densefeed.system.leases import Beat, LeaseLostError, Leases, lease_key, list_holders
 from densefeed.system.object_folder import ObjectFolder, open_objects
 from densefeed.system.object_store import ObjectURL
+
+from ..object_storage import run_with
 
 LEASES = int(os.environ.get("SOAK_LEASES", 100))
 
@@ -125,15 +128,23 @@ def claim_all(place: Path | ObjectURL, count: int, rounds: int, start, results) 
         results.put([f"{round_}/{name}" for name in got])
 
 
+def take(results, children: list):
+    """Wait for the next result, as long as no child has failed."""
+    while True:
+        with suppress(queue.Empty):
+            return results.get(timeout=1)
+        assert not any(child.exitcode for child in children)
+
+
 def count_holders(place: Path | ObjectURL, leases: int, method: str) -> Counter:
     """Let four processes claim the same leases in the same order; count the holders of each."""
     context = multiprocessing.get_context(method)
     start, results, rounds = context.Barrier(4), context.Queue(), max(1, leases // 500)
-    words = place, leases // rounds, rounds, start, results
-    children = [context.Process(target=claim_all, args=words) for _ in range(4)]
+    words = dict(os.environ), claim_all, place, leases // rounds, rounds, start, results
+    children = [context.Process(target=run_with, args=words) for _ in range(4)]
     for child in children:
         child.start()
-    lists = [results.get(timeout=3600) for _ in range(4 * rounds)]
+    lists = [take(results, children) for _ in range(4 * rounds)]
     for child in children:
         child.join(60)
         assert child.exitcode == 0
@@ -149,9 +160,8 @@ def test_contended_leases_have_one_holder_each(tmp_path):
 
 
 @pytest.mark.slow
-def test_contended_leases_in_object_storage_have_one_holder_each(bucket, monkeypatch):
+def test_contended_leases_in_object_storage_have_one_holder_each(bucket):
     """Processes that no one forked with a store that is open; `make soak` has 10,000 leases."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     multiprocessing.set_forkserver_preload(["densefeed.system.leases", "pytest"])
     holders = count_holders(bucket, LEASES, "forkserver")
     assert set(holders.values()) == {1}

@@ -166,7 +166,9 @@ def test_the_commit_comes_from_the_environment_where_there_is_no_checkout(monkey
 
 def test_make_gpu_check_sets_nothing_up():
     """A machine with a GPU may have no network; -B would run the set-up if it were needed."""
-    done = subprocess.run(["make", "-nB", "gpu-check"], cwd=ROOT, capture_output=True, text=True)
+    # Below `make test`, make would also print the folders that it enters and leaves.
+    words = ["make", "-nB", "--no-print-directory", "gpu-check"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     (line,) = done.stdout.splitlines()
     assert line.endswith(" tools/gpu_check.py")
 

@@ -90,7 +90,21 @@ def crop_batch(
         maps: the four map fields.
     """
     view_N23 = crop_views(*crops)
-    arrays = view_N23, visible_boxes(view_N23), *(field.copy() for field in rows)
+    return make_batch(image, label, (view_N23, visible_boxes(view_N23)), rows, maps)
+
+
+def make_batch(
+    image: Tensor,
+    label: Tensor,
+    views: tuple[np.ndarray, np.ndarray],
+    rows: RankRows,
+    maps: Sequence[Tensor | None],
+) -> Batch:
+    """Make a batch of crops that are not warped, as `crop_batch`; `views` are `view` and `shown`.
+
+    The batch shares the memory of `views`.
+    """
+    arrays = *views, *(field.copy() for field in rows)
     return Batch(image, label, *map(torch.from_numpy, arrays), *maps, axis_aligned=True)
 
 

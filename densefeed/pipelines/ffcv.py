@@ -80,6 +80,9 @@ class FfcvSource(StoreMaps):
     def read_ahead(self, first: int, end: int) -> None:
         self._beton.read_ahead(first, end)
 
+    def sizes(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self._beton.heights[ids], self._beton.widths[ids]
+
     def begin(self, ids: np.ndarray) -> Fetch:
         beton = self._beton
         samples = np.zeros(len(ids), native.SAMPLE)

@@ -83,9 +83,14 @@ def test_batches_do_not_depend_on_threads_or_resume(beton, threads):
             assert_equal(one, other)
 
 
-@pytest.mark.parametrize("drawn", [1, 8, 1000])
-def test_crops_are_those_of_the_plan_however_many_are_drawn_at_once(beton, monkeypatch, drawn):
-    monkeypatch.setattr(loader_module, "DRAWN", drawn)
+@pytest.mark.parametrize("planned", [1, 8, 1000])
+@pytest.mark.parametrize("sizes", [True, False])
+def test_crops_are_those_of_the_plan_however_many_are_planned_at_once(
+    beton, monkeypatch, planned, sizes
+):
+    monkeypatch.setattr(loader_module, "PLANNED", planned)
+    if not sizes:
+        monkeypatch.delattr(FfcvSource, "sizes")
     source = FfcvSource(beton)
     # Closes the source that it reads.
     for batch in epoch_of(FfcvSource(beton), start=1):

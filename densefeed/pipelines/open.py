@@ -160,10 +160,10 @@ def open_either(path: Path, mode: Mode, maps: Path | None, threads: int) -> Sour
 
 def open_remote(url: ObjectURL, data: DataOptions, maps: Path | None) -> RemoteSource:
     """Open .beton files in object storage. UserError for a loader that cannot read them."""
-    if data.loader != "ffcv":
+    if data.loader not in ("ffcv", "dali"):
         raise UserError(
-            f"{url} is in object storage, which --loader ffcv reads and --loader {data.loader} "
-            "does not; give --loader ffcv, or copy the data to a local disk"
+            f"{url} is in object storage, which --loader ffcv and dali read and --loader "
+            f"{data.loader} does not; give --loader ffcv, or copy the data to a local disk"
         )
     if data.maps_on_device and maps is None:
         raise UserError(

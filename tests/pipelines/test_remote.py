@@ -8,6 +8,7 @@ import obstore
 import pytest
 import torch
 
+from densefeed.pipelines.dali import DaliLoader
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
@@ -32,10 +33,10 @@ def upload(url, path: Path) -> None:
     obstore.put(connect(url), url.key, path.read_bytes())
 
 
-def read(source, epochs=(0,), start=0, **options):
+def read(source, epochs=(0,), start=0, make=ThreadedLoader, **options):
     """Return the batches of epochs; the first from `start` on."""
     settings = {"batch": 4, "seed": 3, "mode": "train", "sizes": ((0, 32),)} | options
-    reader = ThreadedLoader(source, EpochPlan(num_samples=len(source.labels), **settings), 2)
+    reader = make(source, EpochPlan(num_samples=len(source.labels), **settings), 2)
     try:
         return [
             batch
@@ -68,6 +69,13 @@ def test_a_resumed_epoch_and_two_ranks_equal_those_of_the_local_file(url, local,
     for options in ({"start": 1}, {"rank": 0, "ranks": 2}, {"rank": 1, "ranks": 2}):
         ours = read(RemoteSource(url, None, tmp_path), (1, 2), **options)
         assert_equal(ours, read(FfcvSource(local), (1, 2), **options))
+
+
+@pytest.mark.dali
+def test_dali_reads_the_same_batches_as_from_the_local_file(url, local, tmp_path):
+    pytest.importorskip("nvidia.dali", reason="DALI is not installed")
+    ours = read(RemoteSource(url, None, tmp_path), (0, 1), make=DaliLoader)
+    assert_equal(ours, read(FfcvSource(local), (0, 1), make=DaliLoader))
 
 
 def needed_bytes(local, ids):
@@ -230,7 +238,7 @@ def test_train_from_storage_equals_local_training(url, local, tmp_path, command)
         results.append([line for line in lines if '"loss"' in line or '"top' in line])
     assert results[0] == results[1]
     for extra, reason in (
-        (["--loader", "dali"], "--loader ffcv reads and --loader dali does not"),
+        (["--loader", "folder"], "--loader ffcv and dali read and --loader folder does not"),
         (["--maps-on-device"], "remove it, or copy the file"),
         (["--data", local, "--cache", tmp_path], "--cache has no effect without --data s3://"),
     ):

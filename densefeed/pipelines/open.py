@@ -28,6 +28,7 @@ from densefeed.storage.geometry import LEAST_CROP
 from densefeed.storage.images import MaxPixels, limit_pixels
 from densefeed.system.devices import THREADS, free_memory
 from densefeed.system.errors import UserError
+from densefeed.system.files import cache_folder
 from densefeed.system.object_store import ObjectURL
 from densefeed.system.options import Bounds, Count, Fraction, Location, NonNegativeInt, Options
 
@@ -170,7 +171,7 @@ def open_remote(url: ObjectURL, data: DataOptions, maps: Path | None) -> RemoteS
             "--maps-on-device would fetch all images with their score maps before the first step; "
             "remove it, or copy the file to a local disk"
         )
-    folder = data.cache or Path("~/.cache/densefeed").expanduser()
+    folder = data.cache or cache_folder()
     return RemoteSource(url, maps, folder, data.cache_bytes)
 
 

@@ -1,10 +1,12 @@
-"""Names that datasets have in common: of splits, of classes, and of image files."""
+"""Names and numbers that datasets have in common: splits, classes, labels, image files."""
 
 import re
 from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
+
+from densefeed.system.errors import UserError
 
 # The synonyms that timm accepts, in its order.
 SPLITS = (("train", "training"), ("val", "valid", "validation", "eval", "evaluation"), ("test",))
@@ -32,6 +34,16 @@ def number_folders(folders: Sequence[str]) -> tuple[np.ndarray, list[str]]:
     names = sorted(set(folders), key=lambda name: (natural_key(name), name))
     number = {name: n for n, name in enumerate(names)}
     return np.array([number[folder] for folder in folders], np.int64), names
+
+
+def check_label(label: object, where: str) -> int:
+    """Return `label`. UserError if it is none, before names are made for all up to the highest."""
+    if not isinstance(label, int) or isinstance(label, bool) or not 0 <= label < MOST_CLASSES:
+        raise UserError(
+            f"{where} has the label {str(label)[:24]!r}; a label is an integer from 0 to "
+            f"{MOST_CLASSES - 1:,}"
+        )
+    return label
 
 
 def describe_others(others: Counter) -> str:

@@ -155,12 +155,10 @@ def find(root: Path | ObjectURL, dataset: str, split: str) -> Found:
             f"--dataset {dataset} is unknown; give none for a folder of class folders, "
             f"or one of {', '.join([*FINDERS, 'hfds'])} (see --help)"
         )
-    if isinstance(root, ObjectURL):
-        if dataset:
-            raise UserError(f"--dataset {dataset} is read from a disk only; copy {root}")
-        return check_labels(root, read_objects(root, split))
     if kind == "":
         kind = recognize(root, split)
+    if isinstance(root, ObjectURL):
+        return check_labels(root, find_objects(root, kind, dataset, split))
     if kind == "":
         return check_labels(root, read_folder(root, split))
     if kind == "hfds":
@@ -182,6 +180,15 @@ def find(root: Path | ObjectURL, dataset: str, split: str) -> Found:
             f"but {counts[split]:,} of {classes} were published"
         )
     return found
+
+
+def find_objects(root: ObjectURL, kind: str, dataset: str, split: str) -> Found:
+    """Find the samples of a dataset in object storage, of the kinds that are read from there."""
+    if kind == "":
+        return read_objects(root, split)
+    if kind not in ("tar", "parquet"):
+        raise UserError(f"--dataset {dataset} is read from a disk only; copy {root}")
+    return FINDERS[kind](root, dataset.partition("/")[2], split)
 
 
 def check_labels(root: Path | ObjectURL, found: Found) -> Found:

@@ -18,6 +18,8 @@ either, it is the folder of the image in the tar. So layouts of WebDataset, of t
 Parquet: the column of images is a struct of `bytes` and `path`, and that of labels holds integers.
 The metadata of Hugging Face name both, and the classes.
 
+Shards lie on a disk or in object storage.
+
 Otherwise classes are named by the lines of `classes.txt` or `classnames.txt`, beside the shards or
 in the root, or by their numbers.
 """
@@ -25,9 +27,9 @@ in the root, or by their numbers.
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from io import BufferedReader
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,17 +38,20 @@ import numpy as np
 
 from densefeed.storage.dataset_names import (
     ENDINGS,
-    MOST_CLASSES,
     SPLITS,
+    check_label,
     find_synonyms,
     natural_key,
     number_folders,
 )
 from densefeed.storage.parquet_files import ParquetFile, ParquetImages, open_parquet, read_column
-from densefeed.storage.tar_files import Member, TarFile, TarImages, find_state, read_members
+from densefeed.storage.shard_file import ShardFile, open_shard
+from densefeed.storage.tar_files import TarImages
+from densefeed.storage.tar_index import TarIndex, index_tar
 from densefeed.system.errors import UserError
-from densefeed.system.files import find_path_fault, is_folder, open_regular, read_lines
+from densefeed.system.files import find_path_fault, is_folder, read_lines
 from densefeed.system.json_files import parse_json
+from densefeed.system.object_store import ObjectURL, list_folder
 from densefeed.system.progress import bar
 from densefeed.system.terminal import print
 
@@ -59,28 +64,17 @@ SHARDS = {
     "parquet": (".parquet",),
 }
 CLASS_FILES = "classes.txt", "classnames.txt"
-# Bytes of a label's `.cls` and `.json`.
-MOST_CLS, MOST_JSON = 32, 2**20
+# Tars in object storage that are indexed at once.
+INDEXED = 8
 # Columns of images where the metadata of Hugging Face are missing.
 IMAGE_COLUMNS = "image", "img"
-
-
-class Sample:
-    """The files of a sample in a tar."""
-
-    __slots__ = ("cls", "image", "json")
-
-    def __init__(self) -> None:
-        self.image: Member | None = None
-        self.cls: Member | None = None
-        self.json: Member | None = None
 
 
 class Shards(NamedTuple):
     """The shards of a split, and the folders that may hold the names of its classes."""
 
-    files: list[Path]
-    folders: list[Path]
+    files: list[Path | ObjectURL]
+    folders: list[Path | ObjectURL]
 
 
 class Columns(NamedTuple):
@@ -94,7 +88,7 @@ class Columns(NamedTuple):
 # ------------------------------------------------------------------------- which files
 
 
-def recognize(root: Path, split: str) -> str:
+def recognize(root: Path | ObjectURL, split: str) -> str:
     """Return the kind of the shards in `root`, or an empty string for folders of images.
 
     A place that holds images too, or folders other than hidden ones, is one of class folders.
@@ -113,14 +107,22 @@ def recognize(root: Path, split: str) -> str:
     return ""
 
 
-def list_places(root: Path, split: str) -> list[Path]:
+def list_places(root: Path | ObjectURL, split: str) -> list[Path | ObjectURL]:
     """List the folders that may hold the shards of a split, the most specific first."""
-    homes = [home / name for home in (root, root / "data") for name in find_synonyms(split)]
-    return [place for place in (*homes, root / "data", root) if place.is_dir()]
+    words, folders = find_synonyms(split), list_names(root)[1]
+    homes, data = [root / name for name in words if name in folders], []
+    if "data" in folders:
+        data, folders = [root / "data"], list_names(root / "data")[1]
+        homes += [root / "data" / name for name in words if name in folders]
+    return [*homes, *data, root]
 
 
-def list_names(place: Path) -> tuple[list[str], list[str]]:
+def list_names(place: Path | ObjectURL) -> tuple[list[str], list[str]]:
     """List the files and the folders in a folder that are not hidden."""
+    if isinstance(place, ObjectURL):
+        objects, folders = list_folder(place)
+        names = [meta["path"].rpartition("/")[2] for meta in objects]
+        return tuple([n for n in found if not n.startswith(".")] for found in (names, folders))
     # An error is raised where the folder is read for its images.
     with suppress(OSError):
         entries = [entry for entry in os.scandir(place) if not entry.name.startswith(".")]
@@ -135,9 +137,9 @@ def find_ending(name: str) -> str:
     return found[0] if found else ""
 
 
-def find_shards(root: Path, kind: str, split: str) -> Shards:
+def find_shards(root: Path | ObjectURL, kind: str, split: str) -> Shards:
     """Find the shards of a split. UserError if there are none."""
-    if not root.is_dir():
+    if isinstance(root, Path) and not root.is_dir():
         raise UserError(f"{root} is not a folder; give the folder of the {kind} files")
     for place in list_places(root, split):
         names = [name for name in list_names(place)[0] if find_ending(name) in SHARDS[kind]]
@@ -170,31 +172,22 @@ def choose_split(names: list[str], split: str) -> list[str]:
 
 def name_classes(shards: Shards, labels: np.ndarray) -> list[str]:
     """Return the class names in the file beside the shards, or else the numbers of the labels."""
-    files = [folder / name for folder in shards.folders for name in CLASS_FILES]
-    file = next((file for file in files if file.is_file()), None)
+    there = [(folder, set(list_names(folder)[0])) for folder in shards.folders]
+    files = (folder / name for folder, names in there for name in CLASS_FILES if name in names)
+    file = next(files, None)
     if file is None:
         return [*map(str, range(int(labels.max(initial=-1)) + 1))]
-    names = [name for _, name in read_lines(file)]
+    names = [name for _, name in read_lines(file, open_shard)]
     if not names or len(set(names)) < len(names):
         fault = "names a class twice" if names else "is empty"
         raise UserError(f"{file} {fault}; give it a line with another name for each class")
     return names
 
 
-def check_label(label: object, where: str) -> int:
-    """Return `label`. UserError if it is none, before names are made for all up to the highest."""
-    if not isinstance(label, int) or isinstance(label, bool) or not 0 <= label < MOST_CLASSES:
-        raise UserError(
-            f"{where} has the label {str(label)[:24]!r}; a label is an integer from 0 to "
-            f"{MOST_CLASSES - 1:,}"
-        )
-    return label
-
-
 # ------------------------------------------------------------------------- tar
 
 
-def read_tar(root: Path, rest: str, split: str) -> TarImages:
+def read_tar(root: Path | ObjectURL, rest: str, split: str) -> TarImages:
     """Find the images in the tar shards of a split, see above.
 
     Prints how many files and samples were left out. UserError if a shard cannot be read, or samples
@@ -204,16 +197,14 @@ def read_tar(root: Path, rest: str, split: str) -> TarImages:
         raise UserError(f"--dataset tar/{rest} is unknown; the dataset is called tar")
     shards, left_out = find_shards(root, "tar", split), Counter()
     tars, names, labels, numbers, offsets, sizes = [], [], [], [], [], []
-    for number, path in enumerate(bar(shards.files, "index of tar files")):
-        with open_regular(path) as file:
-            tars.append(TarFile(path, find_state(file)))
-            for sample in read_samples(file, path, left_out):
-                name, offset, size = sample.image
-                names.append(name)
-                labels.append(read_label(file, path, sample))
-                numbers.append(number)
-                offsets.append(offset)
-                sizes.append(size)
+    for number, (tar, index) in enumerate(index_tars(shards.files)):
+        tars.append(tar)
+        left_out.update(index.left_out)
+        names += index.names
+        labels += index.labels
+        numbers += [number] * len(index.names)
+        offsets += index.offsets
+        sizes += index.sizes
     home = shards.files[0].parent
     if left_out:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in left_out.items())
@@ -231,69 +222,16 @@ def read_tar(root: Path, rest: str, split: str) -> TarImages:
     return TarImages(paths, labels[order], class_names, tars, *places)
 
 
-def read_samples(file: BufferedReader, path: Path, left_out: Counter) -> Iterable[Sample]:
-    """Return the samples of a tar that have an image, and count what is left out.
-
-    UserError for a name that no folder could have, and for two images or labels of a sample.
-    """
-    samples: dict[str, Sample] = {}
-    for member in read_members(file, path):
-        if fault := find_path_fault(member.name):
-            raise UserError(f"{path}: the name {member.name[:80]!r} {fault}; write the tar again")
-        key, kind = split_name(member.name)
-        if not kind:
-            left_out["other files"] += 1
-            continue
-        sample = samples.setdefault(key, Sample())
-        if other := getattr(sample, kind):
-            raise UserError(
-                f"{path} holds {other.name} and {member.name}, two files of one sample (its key is "
-                "the name up to the first dot); rename one of them"
-            )
-        setattr(sample, kind, member)
-    found = [sample for sample in samples.values() if sample.image]
-    if len(found) < len(samples):
-        left_out["samples without an image"] += len(samples) - len(found)
-    return found
-
-
-def split_name(name: str) -> tuple[str, str]:
-    """Return the key of a member, and which file of a sample it is: image, cls, json or none."""
-    folder, slash, file = name.rpartition("/")
-    stem, _, extensions = file.partition(".")
-    ending = "." + extensions.rpartition(".")[2].lower()
-    kind = {".cls": "cls", ".json": "json"}.get(ending, "image" if ending in ENDINGS else "")
-    # Hidden files, such as those that macOS adds for its attributes, have no key.
-    return folder + slash + stem, kind if stem else ""
-
-
-def read_label(file: BufferedReader, path: Path, sample: Sample) -> int | None:
-    """Return the label of a sample, None if it has no file of one. UserError if it is invalid."""
-    if sample.cls:
-        where, text = f"{path}/{sample.cls.name}", read_content(file, path, sample.cls, MOST_CLS)
-        digits = text.strip()
-        return check_label(int(digits) if digits.isdigit() else digits.decode("latin-1"), where)
-    if not sample.json:
-        return None
-    where = f"{path}/{sample.json.name}"
+def index_tars(paths: Sequence[Path | ObjectURL]) -> list[tuple[ShardFile, TarIndex]]:
+    """Index tars; objects at once, as each is waited for most of the time."""
+    pool = ThreadPoolExecutor(1 if isinstance(paths[0], Path) else INDEXED)
     try:
-        values = parse_json(read_content(file, path, sample.json, MOST_JSON))
-    except ValueError as error:
-        raise UserError(f"{where} is no JSON ({error}); write the tar again") from None
-    if not isinstance(values, dict) or "label" not in values:
-        return None
-    return check_label(values["label"], where)
-
-
-def read_content(file: BufferedReader, path: Path, member: Member, most: int) -> bytes:
-    """Read a small member. UserError if it has more than `most` bytes."""
-    if member.size > most:
-        raise UserError(
-            f"{path}/{member.name} has {member.size:,} bytes, more than the {most:,} of a label; "
-            "write the tar again"
-        )
-    file.seek(member.offset)
-    return file.read(member.size)
+        jobs = [pool.submit(index_tar, path) for path in paths]
+        # After an error the bar ends here, not when it is collected as garbage.
+        with closing(bar(jobs, "index of tar files")) as waited:
+            return [job.result() for job in waited]
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def number_labels(
@@ -324,7 +262,9 @@ def refuse_unlabeled(shards: Shards, names: list[str], numbers: list[int], index
     )
 
 
-def name_samples(files: Sequence[Path], names: list[str], numbers: list[int]) -> list[str]:
+def name_samples(
+    files: Sequence[Path | ObjectURL], names: list[str], numbers: list[int]
+) -> list[str]:
     """Return the paths of samples: their names, if all are different; else after the shard's."""
     if len(set(names)) == len(names):
         return names
@@ -334,7 +274,7 @@ def name_samples(files: Sequence[Path], names: list[str], numbers: list[int]) ->
 # ------------------------------------------------------------------------- Parquet
 
 
-def read_parquet(root: Path, column: str, split: str) -> ParquetImages:
+def read_parquet(root: Path | ObjectURL, column: str, split: str) -> ParquetImages:
     """Find the images in the Parquet files of a split, see above; `column` is that of the labels.
 
     UserError if a file cannot be read, or has other columns.
@@ -409,7 +349,7 @@ def read_features(file: ParquetFile) -> dict[str, dict[str, Any]]:
         ) from None
 
 
-def read_names(feature: dict[str, Any], path: Path) -> list[str] | None:
+def read_names(feature: dict[str, Any], path: Path | ObjectURL) -> list[str] | None:
     """Return the class names of a ClassLabel; None of another feature."""
     names = feature.get("names")
     if names is None or feature.get("_type") != "ClassLabel":
@@ -432,7 +372,7 @@ def read_labels(file: ParquetFile, column: str) -> np.ndarray:
     return values.astype(np.int64)
 
 
-def name_rows(files: Sequence[Path], paths: list[tuple[int, str | None]]) -> list[str]:
+def name_rows(files: Sequence[Path | ObjectURL], paths: list[tuple[int, str | None]]) -> list[str]:
     """Return the paths of rows, of (file, `path`): these, if they are paths and all different.
 
     Otherwise file and row. Nothing is opened under these names.

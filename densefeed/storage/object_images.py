@@ -6,6 +6,7 @@ again by the rules of object_store.py when it fails. Nothing is kept on disk.
 
 import io
 from collections import Counter
+from functools import partial
 from os.path import splitext
 from typing import NamedTuple
 
@@ -21,56 +22,17 @@ from densefeed.storage.dataset_names import (
 )
 from densefeed.system.errors import UserError
 from densefeed.system.files import find_path_fault
+from densefeed.system.object_ranges import FetchedFile
 from densefeed.system.object_store import (
     ObjectStore,
     ObjectURL,
     StorageError,
     attempt,
     connect,
+    list_folder,
     name_storage_errors,
 )
 from densefeed.system.terminal import print
-
-
-class ObjectFile(io.RawIOBase):
-    """An object as a file. Its size is that of the listing, and its content is read when needed."""
-
-    def __init__(self, store: ObjectStore, name: str, size: int) -> None:
-        self._store, self._name, self._size, self._content, self._at = store, name, size, None, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        self._at = max(0, start + offset)
-        return self._at
-
-    def readall(self) -> bytes:
-        content = self._fetch()[self._at :]
-        self._at += len(content)
-        return content
-
-    def readinto(self, buffer: memoryview) -> int:
-        part = self._fetch()[self._at : self._at + len(buffer)]
-        buffer[: len(part)] = part
-        self._at += len(part)
-        return len(part)
-
-    def _fetch(self) -> bytes:
-        """Return the content. StorageError if the object is gone, or has another size now."""
-        if self._content is None:
-            content = self._store.read(self._name)
-            if content is None or len(content) != self._size:
-                fault = "is gone" if content is None else "has another size"
-                raise StorageError(
-                    f"{self._store.root}/{self._name} {fault} since it was listed; run it again"
-                )
-            self._content = content
-        return self._content
 
 
 class ObjectImages(NamedTuple):
@@ -88,8 +50,18 @@ class ObjectImages(NamedTuple):
 
     def open(self, index: int) -> io.BufferedReader:
         """Open the encoded bytes of sample `index`."""
-        file = ObjectFile(self.store, self.paths[index], self.sizes[index])
-        return io.BufferedReader(file)
+        size = self.sizes[index]
+        return FetchedFile(partial(self._fetch, self.paths[index], size), size).buffered()
+
+    def _fetch(self, name: str, size: int) -> bytes:
+        """Read an object. StorageError if it is gone, or has another size now."""
+        content = self.store.read(name)
+        if content is None or len(content) != size:
+            fault = "is gone" if content is None else "has another size"
+            raise StorageError(
+                f"{self.store.root}/{name} {fault} since it was listed; run it again"
+            )
+        return content
 
 
 def read_objects(root: ObjectURL, split: str) -> ObjectImages:
@@ -112,8 +84,8 @@ def read_objects(root: ObjectURL, split: str) -> ObjectImages:
         print(f"{home}: {describe_others(others)}")
     if not found:
         raise UserError(
-            f"{home} holds no images; it should hold one folder of images per class (tar and "
-            "Parquet files are read from a disk)"
+            f"{home} holds no images; it should hold one folder of images per class, or tar or "
+            "Parquet files"
         )
     found.sort(key=lambda pair: natural_key(pair[0]))
     paths, sizes = [path for path, _ in found], [size for _, size in found]
@@ -124,13 +96,7 @@ def read_objects(root: ObjectURL, split: str) -> ObjectImages:
 
 def choose_home(root: ObjectURL, split: str) -> ObjectURL:
     """Return the folder of `split`, or `root`. UserError if it holds other splits but not this."""
-    import obstore
-
-    def find() -> list[str]:
-        with name_storage_errors(root):
-            return obstore.list_with_delimiter(connect(root), root.key or None)["common_prefixes"]
-
-    there = {path.rstrip("/").rpartition("/")[2] for path in attempt(find)}
+    there = set(list_folder(root)[1])
     name = next((name for name in find_synonyms(split) if name in there), None)
     if name is None and there & set().union(*SPLITS):
         raise UserError(

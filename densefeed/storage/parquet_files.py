@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from densefeed.storage.tar_files import find_state
+from densefeed.storage.shard_file import ShardFile, find_state, open_shard
 from densefeed.system.errors import UserError, first_line
-from densefeed.system.files import open_regular
+from densefeed.system.object_store import ObjectURL
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -39,33 +39,39 @@ class RowGroup(NamedTuple):
 
 
 class ParquetFile(NamedTuple):
-    """A Parquet file that was opened, with what shows that it changed since."""
+    """A Parquet file whose footer was read."""
 
-    path: Path
-    state: tuple[int, int]  # see `find_state`
+    file: ShardFile
     metadata: "pq.FileMetaData"
+
+    @property
+    def path(self) -> Path | ObjectURL:
+        return self.file.path
 
     def read(self, column: str, number: int) -> "pa.Array":
         """Read the leaf `column` of row group `number`; a leaf of a struct without the struct.
 
-        Raises OSError if the file changed since it was opened, or is damaged.
+        Raises OSError if the file changed since it was opened, or is damaged. StorageError if an
+        object cannot be read, UserError if it was replaced.
         """
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         try:
-            with open_regular(self.path) as file:
-                if find_state(file) != self.state:
-                    problem = "this file changed while it was in use; run the command again"
-                    raise OSError(None, problem, str(self.path))
-                # Reads of several threads at once are the threads of the caller.
-                with pq.ParquetFile(file, metadata=self.metadata, pre_buffer=False) as reader:
-                    table = reader.read_row_group(number, [column], use_threads=False)
+            # Reads of several threads at once are the threads of the caller.
+            with (
+                self.file.open() as file,
+                pq.ParquetFile(file, metadata=self.metadata, pre_buffer=False) as reader,
+            ):
+                table = reader.read_row_group(number, [column], use_threads=False)
             array = pa.concat_arrays(table.column(0).chunks)
             if len(array) != self.metadata.row_group(number).num_rows:
                 raise pa.ArrowInvalid("its rows are not as many as stated")
             # With the nulls of the struct.
             return array.flatten()[0] if pa.types.is_struct(array.type) else array
+        # Of object storage, whose errors are OSErrors too.
+        except UserError:
+            raise
         # Errors of Arrow have many types, OSError without a file name among them.
         except (pa.ArrowException, OSError) as error:
             if isinstance(error, OSError) and error.filename:
@@ -157,7 +163,7 @@ class ParquetImages:
             self._reading.pop(gone, None)
 
 
-def open_parquet(path: Path) -> ParquetFile:
+def open_parquet(path: Path | ObjectURL) -> ParquetFile:
     """Read the footer of a Parquet file. UserError if it is damaged or pyarrow is missing."""
     try:
         import pyarrow as pa
@@ -167,12 +173,14 @@ def open_parquet(path: Path) -> ParquetFile:
             f'{path} needs pyarrow ({first_line(error)}); pip install "densefeed[parquet]"'
         ) from error
     try:
-        with open_regular(path) as file:
+        with open_shard(path) as file:
             state = find_state(file)
             metadata = pq.read_metadata(file)
             # Damage of the schema appears here.
             metadata.schema.to_arrow_schema()
-            return ParquetFile(path, state, metadata)
+            return ParquetFile(ShardFile(path, state), metadata)
+    except UserError:
+        raise
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno:
             raise

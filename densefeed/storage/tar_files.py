@@ -5,7 +5,6 @@ Python's tarfile makes an object of each member and takes ten times as long.
 """
 
 import io
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from densefeed.storage.shard_file import ShardFile
 from densefeed.system.errors import UserError
-from densefeed.system.files import open_regular
 
 BLOCK = 512
 ZEROS = bytes(BLOCK)
@@ -44,67 +43,13 @@ class Member(NamedTuple):
     size: int
 
 
-class TarFile(NamedTuple):
-    """A tar that was indexed, with what shows that it changed since."""
-
-    path: Path
-    state: tuple[int, int]  # size in bytes, time of the last change in nanoseconds
-
-    def open(self, offset: int, size: int) -> io.BufferedReader:
-        """Open these bytes as a file. OSError if the tar changed since it was indexed."""
-        file = open_regular(self.path)
-        if find_state(file) != self.state:
-            file.close()
-            problem = "this file changed while it was in use; run the command again"
-            raise OSError(None, problem, str(self.path))
-        return io.BufferedReader(Range(file, offset, size))
-
-
-class Range(io.RawIOBase):
-    """A range of bytes of an open file, as a file of its own. Closing it closes the file."""
-
-    def __init__(self, file: io.BufferedReader, offset: int, size: int) -> None:
-        self._file, self._offset, self._size, self._at = file, offset, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        self._at = max(0, start + offset)
-        return self._at
-
-    def readall(self) -> bytes:
-        # One system call, where the method of the base class makes several.
-        content = os.pread(self._file.fileno(), max(0, self._size - self._at), self._place)
-        self._at += len(content)
-        return content
-
-    def readinto(self, buffer: memoryview) -> int:
-        room = min(len(buffer), max(0, self._size - self._at))
-        count = os.preadv(self._file.fileno(), [memoryview(buffer)[:room]], self._place)
-        self._at += count
-        return count
-
-    @property
-    def _place(self) -> int:
-        return self._offset + self._at
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
 class TarImages(NamedTuple):
     """The N images of tar shards."""
 
     paths: list[str]
     labels: np.ndarray  # int64 [N]
     class_names: list[str]
-    shards: list[TarFile]
+    shards: list[ShardFile]
     # Of each image: the place of its shard, and the first byte and the number of bytes in it.
     numbers: np.ndarray  # int64 [N]
     offsets: np.ndarray  # int64 [N]
@@ -117,13 +62,7 @@ class TarImages(NamedTuple):
     def open(self, index: int) -> io.BufferedReader:
         """Open the encoded bytes of sample `index`."""
         place = int(self.offsets[index]), int(self.sizes[index])
-        return self.shards[self.numbers[index]].open(*place)
-
-
-def find_state(file: io.BufferedReader) -> tuple[int, int]:
-    """Return size and time of an open file, which a change of its content changes."""
-    about = os.fstat(file.fileno())
-    return about.st_size, about.st_mtime_ns
+        return self.shards[self.numbers[index]].open_range(*place)
 
 
 def read_members(file: io.BufferedReader, path: Path) -> Iterator[Member]:
@@ -132,7 +71,7 @@ def read_members(file: io.BufferedReader, path: Path) -> Iterator[Member]:
     Raises UserError for a file that is compressed, cut or no tar, and for members that are neither
     files nor folders.
     """
-    size, at, extended = os.fstat(file.fileno()).st_size, 0, {}
+    size, at, extended = file.seek(0, io.SEEK_END), 0, {}
     while (head := read_block(file, at)) != ZEROS:
         if len(head) < BLOCK:
             raise explain_end(path, head, at)

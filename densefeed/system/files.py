@@ -12,8 +12,9 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from io import BufferedReader, TextIOWrapper
+from io import SEEK_CUR, SEEK_END, SEEK_SET, BufferedReader, RawIOBase, TextIOWrapper
 from pathlib import Path
+from typing import BinaryIO
 
 from densefeed.system.errors import REMEDIES, BusyError, UserError, explain_os_error
 
@@ -35,6 +36,28 @@ SPARE_FILES = 512
 MOST_PATH, MOST_NAME = 4095, 255
 # Bytes of a line of a list: more than a path has.
 MOST_LINE = 16_384
+
+
+class SizedReader(RawIOBase):
+    """Base of files that are read only: `size` bytes, of which `at` is the next that is read."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.at = size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = SEEK_SET) -> int:
+        start = {SEEK_SET: 0, SEEK_CUR: self.at, SEEK_END: self.size}[whence]
+        self.at = max(0, start + offset)
+        return self.at
+
+    def buffered(self, size: int = 8192) -> BufferedReader:
+        """Return it with a buffer of `size` bytes."""
+        return BufferedReader(self, size)
 
 
 def open_regular(path: Path | str) -> BufferedReader:
@@ -60,12 +83,14 @@ def open_regular(path: Path | str) -> BufferedReader:
     raise OSError(None, problem, str(path))
 
 
-def read_lines(file: Path) -> Iterator[tuple[int, str]]:
+def read_lines(
+    file: Path, opener: Callable[[Path], BinaryIO] = open_regular
+) -> Iterator[tuple[int, str]]:
     """Yield the lines that are not empty, numbered from 1. UserError if the file cannot be read."""
     number = 0
     try:
         # A file that a spreadsheet wrote begins with a byte order mark.
-        with TextIOWrapper(open_regular(file), "utf-8-sig") as text:
+        with TextIOWrapper(opener(file), "utf-8-sig") as text:
             while line := text.readline(MOST_LINE):
                 number += 1
                 # Binary data may be valid UTF-8. A list has no zero bytes and no endless lines.
@@ -73,6 +98,9 @@ def read_lines(file: Path) -> Iterator[tuple[int, str]]:
                     raise UnicodeError("no text")
                 if line := line.strip():
                     yield number, line
+    # Of object storage, whose errors are OSErrors too.
+    except UserError:
+        raise
     except OSError as error:
         # A read that fails after the file was opened names none.
         error.filename = str(file)
@@ -88,6 +116,11 @@ def is_folder(entry: os.DirEntry) -> bool:
     # A link that leads to itself.
     except OSError:
         return False
+
+
+def cache_folder() -> Path:
+    """Return the folder of copies that any command may use, and that can be removed at any time."""
+    return Path("~/.cache/densefeed").expanduser()
 
 
 def allow_open_files(count: int) -> None:

@@ -1,14 +1,17 @@
 """Read ranges of objects in object storage, of one version of each object."""
 
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from densefeed.system.errors import UserError
+from densefeed.system.files import SizedReader
 from densefeed.system.object_store import (
     ObjectURL,
     StorageError,
     attempt,
     connect,
+    list_folder,
     name_storage_errors,
 )
 
@@ -27,27 +30,30 @@ def find_remote_files(url: ObjectURL) -> list[RemoteFile]:
     A pattern is in the last part of the URL; matches are in the order of their names. Raises
     UserError if there is none.
     """
-    import obstore
-
-    folder, _, name = url.key.rpartition("/")
-    is_pattern = any(sign in name for sign in "*[")
-
-    def find() -> list[Any]:
-        with name_storage_errors(url):
-            if not is_pattern:
-                return [obstore.head(connect(url), url.key)]
-            found = obstore.list_with_delimiter(connect(url), folder or None)["objects"]
-        return [o for o in found if fnmatchcase(o["path"].rpartition("/")[2], name)]
-
-    if not name:
+    if not url.key:
         raise UserError(f"{url} names no object; write s3://BUCKET/NAME.beton")
-    metas = sorted(attempt(find), key=lambda meta: meta["path"])
+    if not any(sign in url.name for sign in "*["):
+        return [find_remote_file(url)]
+    there = sorted(list_folder(url.parent)[0], key=lambda meta: meta["path"])
+    metas = [meta for meta in there if fnmatchcase(meta["path"].rpartition("/")[2], url.name)]
     if not metas:
         raise UserError(f"{url} matches no object; check the URL")
     return [
         RemoteFile(ObjectURL(f"{url.bucket}/{meta['path']}"), meta["size"], version(meta))
         for meta in metas
     ]
+
+
+def find_remote_file(url: ObjectURL) -> RemoteFile:
+    """Return the version of an object that is there now. StorageError if there is none."""
+    import obstore
+
+    def find() -> Any:
+        with name_storage_errors(url):
+            return obstore.head(connect(url), url.key)
+
+    meta = attempt(find)
+    return RemoteFile(url, meta["size"], version(meta))
 
 
 def version(meta: Any) -> str:
@@ -63,9 +69,7 @@ def read_range(file: RemoteFile, start: int, stop: int) -> memoryview:
     import obstore
 
     url = file.url
-    replaced = UserError(
-        f"{url} was replaced while it was read; run the command again, which starts a new copy"
-    )
+    replaced = UserError(f"{url} was replaced while it was read; run the command again")
 
     def read() -> memoryview:
         with name_storage_errors(url):
@@ -79,3 +83,44 @@ def read_range(file: RemoteFile, start: int, stop: int) -> memoryview:
         return content
 
     return attempt(read)
+
+
+class RangeReader(SizedReader):
+    """An object as a file; each read is a request. Errors as those of read_range."""
+
+    def __init__(self, file: RemoteFile) -> None:
+        super().__init__(file.size)
+        self.file = file
+
+    def readinto(self, buffer: memoryview) -> int:
+        stop = min(self.at + len(buffer), self.size)
+        if stop <= self.at:
+            return 0
+        count = stop - self.at
+        buffer[:count] = read_range(self.file, self.at, stop)
+        self.at = stop
+        return count
+
+
+class FetchedFile(SizedReader):
+    """A file of `size` bytes whose content `fetch` returns, all of it when it is first read."""
+
+    def __init__(self, fetch: Callable[[], bytes | memoryview], size: int) -> None:
+        super().__init__(size)
+        self._fetch, self._content = fetch, None
+
+    def readall(self) -> bytes:
+        content = bytes(self._read()[self.at :])
+        self.at += len(content)
+        return content
+
+    def readinto(self, buffer: memoryview) -> int:
+        part = self._read()[self.at : self.at + len(buffer)]
+        buffer[: len(part)] = part
+        self.at += len(part)
+        return len(part)
+
+    def _read(self) -> bytes | memoryview:
+        if self._content is None:
+            self._content = self._fetch()
+        return self._content

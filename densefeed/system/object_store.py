@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from densefeed.system.errors import UserError
@@ -137,6 +137,21 @@ class ObjectURL(str):
         """The name in the bucket; empty for the bucket itself."""
         return self[len(self.bucket) + 1 :]
 
+    @property
+    def name(self) -> str:
+        """The last part, as of a Path."""
+        return self.rpartition("/")[2]
+
+    @property
+    def stem(self) -> str:
+        """The last part without its ending, as of a Path."""
+        return PurePosixPath(self.name).stem
+
+    @property
+    def parent(self) -> "ObjectURL":
+        """The folder that it lies in."""
+        return ObjectURL(self.rpartition("/")[0])
+
 
 def parse_location(text: str) -> Path | ObjectURL:
     """Return the place that a word of the command line names: a URL, or a local path."""
@@ -218,6 +233,19 @@ def attempt(call: Callable[[], Result]) -> Result:
         except StorageError:
             time.sleep(PAUSE_SECONDS)
     return call()
+
+
+def list_folder(url: ObjectURL) -> tuple[list[Any], list[str]]:
+    """List what lies directly in a folder: obstore's metadata of objects, and names of folders."""
+    import obstore
+
+    def find() -> Any:
+        with name_storage_errors(url):
+            return obstore.list_with_delimiter(connect(url), url.key or None)
+
+    found = attempt(find)
+    folders = [path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"]]
+    return found["objects"], folders
 
 
 # ------------------------------------------------------------------------------------- objects

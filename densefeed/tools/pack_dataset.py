@@ -74,8 +74,8 @@ KEPT, ENCODED, PIXELS = 0, 1, 2
 class Packing(Options):
     """The images to pack, and how."""
 
-    # folder that holds train/ and val/, folder of class folders, or the folder of --dataset; the
-    # first two also as s3://BUCKET/FOLDER
+    # folder that holds train/ and val/, folder of class folders, or of tar or Parquet files, all
+    # also as s3://BUCKET/FOLDER; the root of --dataset
     data: Annotated[Location, tyro.conf.arg(aliases=["--root"])]
     out: Path  # the .beton to write
     maps: Path | None = None  # score maps (HDF5 file or folder of shards) of this data

@@ -74,8 +74,8 @@ from densefeed.tools.load_teacher import load_teacher
 class Labeling(Options):
     """Images to label, and the teacher."""
 
-    # images: the folder that holds train/ and val/, or a folder of class folders, both also as
-    # s3://BUCKET/FOLDER; the root of --dataset
+    # images: the folder that holds train/ and val/, a folder of class folders, or of tar or Parquet
+    # files, all also as s3://BUCKET/FOLDER; the root of --dataset
     data: Location
     # score maps to write, HDF5; with --workers-join a folder or s3://BUCKET/FOLDER
     out: Location

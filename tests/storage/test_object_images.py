@@ -78,8 +78,8 @@ def test_an_image_that_changed_or_vanished_is_named(folder, remote):
 def test_what_is_missing_is_one_sentence(remote, path, split, said):
     with pytest.raises(UserError, match=said):
         Images(ObjectURL(f"{remote.bucket}/{path}"), split=split)
-    with pytest.raises(UserError, match="--dataset tar is read from a disk only"):
-        Images(remote, "tar")
+    with pytest.raises(UserError, match="--dataset cifar10 is read from a disk only"):
+        Images(remote, "cifar10")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,194 @@
+"""The samples of a tar in WebDataset's layout: the places of their images, and their labels.
+
+An index of a tar in object storage costs as much as reading the tar, so it is kept on this machine,
+under the tar's URL, size and version.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from contextlib import suppress
+from io import BufferedReader
+from pathlib import Path
+from typing import NamedTuple
+
+from densefeed.storage.dataset_names import ENDINGS, check_label
+from densefeed.storage.shard_file import ShardFile, find_state, open_shard
+from densefeed.storage.tar_files import Member, read_members
+from densefeed.system.errors import UserError
+from densefeed.system.files import cache_folder, find_path_fault, make_folder, replace_file
+from densefeed.system.json_files import parse_json
+from densefeed.system.object_store import ObjectURL
+
+# Bytes of a label's `.cls` and `.json`.
+MOST_CLS, MOST_JSON = 32, 2**20
+# Bytes of a request while an object is indexed: at 20 ms each and 100 MB/s, waiting is a fifth.
+REQUESTED = 2**23
+# The form of a kept index. Change it with the rules of this file: others are then not used.
+FORM = 1
+
+
+class TarIndex(NamedTuple):
+    """The N samples of a tar that have an image, in its order."""
+
+    names: list[str]  # of the images in the tar
+    labels: list[int | None]  # None where a sample has no file of one
+    offsets: list[int]  # of the images, bytes
+    sizes: list[int]  # bytes
+    left_out: dict[str, int]  # what was left out, and how often
+
+
+class Sample:
+    """The files of a sample."""
+
+    __slots__ = ("cls", "image", "json", "label")
+
+    def __init__(self) -> None:
+        self.image: Member | None = None
+        self.cls: Member | None = None
+        self.json: Member | None = None
+        self.label: int | UserError | None = None
+
+
+def index_tar(path: Path | ObjectURL) -> tuple[ShardFile, TarIndex]:
+    """Index a tar; one in object storage is read only if no index of this version is kept.
+
+    UserError for a tar that is damaged, or samples that are invalid.
+    """
+    with open_shard(path) as file:
+        shard = ShardFile(path, find_state(file))
+        if isinstance(path, Path):
+            return shard, read_index(file, path)
+        kept = find_kept(shard)
+        if (index := load_index(kept)) is None:
+            index = read_index(file.buffered(REQUESTED), path)
+            # Then the next command reads the tar again.
+            with suppress(OSError, UserError):
+                save_index(index, kept)
+        return shard, index
+
+
+# ------------------------------------------------------------------------- kept
+
+
+def find_kept(shard: ShardFile) -> Path:
+    """Return the file of the index of a tar in object storage."""
+    key = "\n".join(map(str, (FORM, shard.path, *shard.state)))
+    return cache_folder() / "tar-index" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+
+
+def save_index(index: TarIndex, kept: Path) -> None:
+    """Write an index, after its checksum."""
+    content = json.dumps(index).encode()
+    make_folder(kept.parent)
+    with replace_file(kept) as part:
+        part.write_bytes(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
+
+
+def load_index(kept: Path) -> TarIndex | None:
+    """Read an index; None if there is none, or it is damaged."""
+    try:
+        digest, _, content = kept.read_bytes().partition(b"\n")
+    except OSError:
+        return None
+    if hashlib.sha256(content).hexdigest().encode() != digest:
+        return None
+    return TarIndex(*json.loads(content))
+
+
+# ------------------------------------------------------------------------- samples
+
+
+def read_index(file: BufferedReader, path: Path | ObjectURL) -> TarIndex:
+    """Find the samples of an open tar. UserError as `index_tar`."""
+    samples, others = group_members(file, path)
+    found = [sample for sample in samples if sample.image]
+    left_out = Counter({"other files": others, "samples without an image": len(samples)})
+    left_out["samples without an image"] -= len(found)
+    for sample in found:
+        if isinstance(sample.label, UserError):
+            raise sample.label
+    return TarIndex(
+        [sample.image.name for sample in found],
+        [sample.label for sample in found],
+        [sample.image.offset for sample in found],
+        [sample.image.size for sample in found],
+        dict(+left_out),
+    )
+
+
+def group_members(file: BufferedReader, path: Path | ObjectURL) -> tuple[list[Sample], int]:
+    """Return the samples of a tar, and the number of files that belong to none.
+
+    UserError for a name that no folder could have, and for two images or labels of a sample.
+    """
+    samples: dict[str, Sample] = {}
+    others = 0
+    for member in read_members(file, path):
+        if fault := find_path_fault(member.name):
+            raise UserError(f"{path}: the name {member.name[:80]!r} {fault}; write the tar again")
+        key, kind = split_name(member.name)
+        if not kind:
+            others += 1
+            continue
+        sample = samples.setdefault(key, Sample())
+        if other := getattr(sample, kind):
+            raise UserError(
+                f"{path} holds {other.name} and {member.name}, two files of one sample (its key is "
+                "the name up to the first dot); rename one of them"
+            )
+        setattr(sample, kind, member)
+        # Read here, where the walk has just been: an object is then read once.
+        if kind == "cls" or (kind == "json" and not sample.cls):
+            sample.label = try_label(file, path, member, kind)
+    return list(samples.values()), others
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Return the key of a member, and which file of a sample it is: image, cls, json or none."""
+    folder, slash, file = name.rpartition("/")
+    stem, _, extensions = file.partition(".")
+    ending = "." + extensions.rpartition(".")[2].lower()
+    kind = {".cls": "cls", ".json": "json"}.get(ending, "image" if ending in ENDINGS else "")
+    # Hidden files, such as those that macOS adds for its attributes, have no key.
+    return folder + slash + stem, kind if stem else ""
+
+
+def try_label(
+    file: BufferedReader, path: Path | ObjectURL, member: Member, kind: str
+) -> int | UserError | None:
+    """Return the label in a member, or the error: it counts only if the sample has an image."""
+    try:
+        return (read_cls if kind == "cls" else read_json)(file, path, member)
+    except UserError as error:
+        return error
+
+
+def read_cls(file: BufferedReader, path: Path | ObjectURL, member: Member) -> int:
+    """Return the label in a `.cls`. UserError if it is invalid."""
+    digits = read_content(file, path, member, MOST_CLS).strip()
+    label = int(digits) if digits.isdigit() else digits.decode("latin-1")
+    return check_label(label, f"{path}/{member.name}")
+
+
+def read_json(file: BufferedReader, path: Path | ObjectURL, member: Member) -> int | None:
+    """Return `label` of a `.json`, None if it has none. UserError if it is invalid."""
+    where = f"{path}/{member.name}"
+    try:
+        values = parse_json(read_content(file, path, member, MOST_JSON))
+    except ValueError as error:
+        raise UserError(f"{where} is no JSON ({error}); write the tar again") from None
+    if not isinstance(values, dict) or "label" not in values:
+        return None
+    return check_label(values["label"], where)
+
+
+def read_content(file: BufferedReader, path: Path | ObjectURL, member: Member, most: int) -> bytes:
+    """Read a small member. UserError if it has more than `most` bytes."""
+    if member.size > most:
+        raise UserError(
+            f"{path}/{member.name} has {member.size:,} bytes, more than the {most:,} of a label; "
+            "write the tar again"
+        )
+    file.seek(member.offset)
+    return file.read(member.size)

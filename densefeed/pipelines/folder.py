@@ -71,22 +71,16 @@ class FolderSource(StoreMaps):
 
     The store must be made for exactly this folder. Files are read on `threads` threads. Pillow
     decodes there what the native decoder does not support: anything but gray and RGB JPEGs (PNG,
-    WebP, CMYK, ...). `shuffled` refuses images in files that are too slow to read in any order.
+    WebP, CMYK, ...).
     """
 
     remedy = "replace or remove this file"
 
     def __init__(
-        self,
-        root: str | Path,
-        split: str,
-        maps: str | Path | None = None,
-        threads: int = 1,
-        shuffled: bool = False,
+        self, root: str | Path, split: str, maps: str | Path | None = None, threads: int = 1
     ) -> None:
         self._images = Images(Path(root), split=split)
-        if shuffled:
-            self._images.check_shuffled()
+        self.blocks = self._images.blocks
         self.labels, self.class_names = self._images.labels, self._images.class_names
         self.where = self._images.where
         self.fingerprint = self._images.fingerprint()

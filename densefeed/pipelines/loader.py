@@ -103,6 +103,9 @@ class Source(Protocol):
     and widths, pixels, integers `[N]` each, the same as in `Encoded.samples`. Then the crops of
     several batches are planned at once.
 
+    A source that is slow to read in random order may have `blocks()`: the Blocks of the order in
+    which training must read it, or None (storage/parquet_files.py).
+
     A source may have `follow(plan, epoch, step, index)` too: it is called before every batch with
     the samples of all batches of this rank in the epoch, `[batches, local batch]`, so that those of
     later ones can be fetched early (remote.py).

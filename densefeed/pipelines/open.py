@@ -140,8 +140,7 @@ def open_folder(path: Path, mode: Mode, maps: Path | None, threads: int) -> Fold
         raise UserError(
             f"{path} is a file; --loader folder reads folders, --loader ffcv reads .beton files"
         )
-    training = mode == "train"
-    return FolderSource(path, "train" if training else "val", maps, threads, shuffled=training)
+    return FolderSource(path, "train" if mode == "train" else "val", maps, threads)
 
 
 def open_beton(path: Path, mode: Mode, maps: Path | None, threads: int) -> FfcvSource:
@@ -239,7 +238,7 @@ def open_dataset(
         batch=batch,
         seed=seed,
         mode=mode,
-        order=data.order,
+        **choose_order(data, source, training),
         repeats=data.repeats if training else 1,
         rank=rank,
         ranks=ranks,
@@ -256,6 +255,20 @@ def open_dataset(
         check_memory(plan)
     streamed = training and maps and not data.maps_on_device
     return make(source, plan, data.threads, data.on_bad_sample, streamed, device)
+
+
+def choose_order(data: DataOptions, source: Source, training: bool) -> dict[str, str | int]:
+    """Return the plan's settings of the order. UserError if the source is too slow for it."""
+    blocks = source.blocks() if training and hasattr(source, "blocks") else None
+    if blocks is None:
+        return {"order": data.order}
+    if data.order != "blocks":
+        raise UserError(
+            f"{data.train} holds more images in Parquet than memory should, and shuffled training "
+            "would read a whole row group for each; give --order blocks, which shuffles within "
+            f"{blocks.block * blocks.window:,} images, or pack it with tools/pack_dataset.py"
+        )
+    return {"order": "blocks", **blocks._asdict()}
 
 
 def make_buckets(data: DataOptions, source: Source) -> AspectBuckets:

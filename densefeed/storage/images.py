@@ -16,6 +16,7 @@ from PIL import Image, UnidentifiedImageError
 from densefeed import native
 from densefeed.storage import datasets, tiff
 from densefeed.storage.geometry import LTRB
+from densefeed.storage.parquet_files import Blocks
 from densefeed.system.errors import UserError
 from densefeed.system.object_store import ObjectURL
 from densefeed.system.options import Count
@@ -140,15 +141,17 @@ class Images:
         found = datasets.find(self.root, dataset, split)
         self.paths, self.labels, self.class_names = found.paths, found.labels, found.class_names
         self.open, self.where = found.open, found.where
-        self._check_shuffled = getattr(found, "check_shuffled", None)
+        self._blocks = getattr(found, "blocks", None)
 
     def __len__(self) -> int:
         return len(self.paths)
 
-    def check_shuffled(self) -> None:
-        """Raise UserError for images in files that are too slow to read in shuffled order."""
-        if self._check_shuffled:
-            self._check_shuffled()
+    def blocks(self) -> Blocks | None:
+        """Return the order in which training must read them; None if any is fast.
+
+        UserError for images in files that are too slow to read in a shuffled order.
+        """
+        return self._blocks and self._blocks()
 
     def read(self, index: int) -> bytes:
         """Return the encoded bytes of image `index`, as stored. OSError for more than 320 MiB."""

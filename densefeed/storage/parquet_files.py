@@ -3,7 +3,7 @@
 The images of a row group (100 rows in files of Hugging Face, about 10 MB) are usually compressed
 together, often as the dictionary of the column, so one of them costs as much to read as all. A
 cache of CACHE bytes keeps the row groups read last. Labeling, packing and evaluation read them in
-order. Training shuffles, so it needs a data set that fits in the cache (`check_shuffled`).
+order. Training shuffles a data set that fits in the cache, and others in blocks (`blocks`).
 """
 
 import io
@@ -36,6 +36,16 @@ class RowGroup(NamedTuple):
     file: int
     number: int
     bytes: int
+
+
+class Blocks(NamedTuple):
+    """An order of training for storage that is slow to read in any other.
+
+    Blocks of `block` neighbors are shuffled, then the images within every `window` blocks.
+    """
+
+    block: int
+    window: int
 
 
 class ParquetFile(NamedTuple):
@@ -126,15 +136,25 @@ class ParquetImages:
             raise OSError(None, problem, self.where(index))
         return io.BytesIO(content)
 
-    def check_shuffled(self) -> None:
-        """Raise UserError if the images do not fit in the cache, so shuffled reading is slow."""
+    def blocks(self) -> Blocks | None:
+        """Return the order that reads every row group once or twice; None if any order does.
+
+        UserError if the row groups are too large for that.
+        """
         size = sum(group.bytes for group in self._groups)
-        if size > CACHE:
+        if size <= CACHE:
+            return None
+        ends = [*self._firsts[1:], len(self.labels)]
+        rows = max(end - first for first, end in zip(self._firsts, ends, strict=True))
+        # A block of as many rows lies in two row groups at most. Batches in flight, and threads,
+        # may read the next window already.
+        window = CACHE // (4 * max(group.bytes for group in self._groups))
+        if not window:
             raise UserError(
-                f"{self._files[0].path.parent} holds {size / 1e9:,.1f} GB of images in Parquet, and"
-                f" shuffled training would read a whole row group for each beyond {CACHE / 1e9:.1f}"
-                " GB; pack it with tools/pack_dataset.py"
+                f"{self._files[0].path.parent} holds {size / 1e9:,.1f} GB of images in Parquet in "
+                "row groups that are too large for training; pack it with tools/pack_dataset.py"
             )
+        return Blocks(rows, window)
 
     def _read(self, group: int) -> "pa.Array":
         """Return the images of a row group, from the cache if they are there."""

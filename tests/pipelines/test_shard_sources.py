@@ -4,6 +4,8 @@ So do labeling and packing: the files that they write are equal, byte for byte.
 """
 
 import json
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 import timm
@@ -12,7 +14,7 @@ import torch
 from densefeed.pipelines.augment.augmentation import Augmentation
 from densefeed.pipelines.augment.settings import Augment
 from densefeed.pipelines.loader import ThreadedLoader
-from densefeed.pipelines.open import open_beton, open_folder
+from densefeed.pipelines.open import DataOptions, open_beton, open_dataset, open_folder
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.relabel.teacher import Teacher
 from densefeed.storage import parquet_files
@@ -21,7 +23,7 @@ from densefeed.system.errors import UserError
 from densefeed.tools.pack_dataset import Packing, main
 
 from ..runs import label_images
-from ..shard_files import write_shards
+from ..shard_files import write_parquet, write_shards
 
 AUGMENT = Augment(rand_augment="rand-m9-mstd0.5-inc1", erase_probability=0.5)
 MEAN = STD = (0.5, 0.5, 0.5)
@@ -112,8 +114,32 @@ def test_training_and_validation_read_shards(shards, maps, tmp_path, command, ki
     assert json.loads((tmp_path / "result.json").read_text())["top1"] == trained["top1"]
 
 
-def test_training_from_much_parquet_is_refused_and_validation_is_not(shards, monkeypatch):
-    monkeypatch.setattr(parquet_files, "CACHE", 10_000)
-    with pytest.raises(UserError, match=r"shuffled training would read .* tools/pack_dataset.py"):
-        open_folder(shards["parquet"], "train", None, 1)
-    open_folder(shards["parquet"], "evaluate", None, 1).close()
+def test_training_from_much_parquet_needs_order_blocks_and_validation_does_not(
+    folder, tmp_path, monkeypatch
+):
+    """Sixteen row groups of 3 images; the cache has room for 4 of the largest."""
+    images = Images(folder)
+    rows = [(None, images.read(n % len(images)), n % 2) for n in range(48)]
+    root = write_parquet(tmp_path / "x.parquet", rows, ["cat", "dog"]).parent
+    file = parquet_files.open_parquet(root / "x.parquet")
+    largest = max(parquet_files.count_bytes(file, "image", group) for group in range(16))
+    monkeypatch.setattr(parquet_files, "CACHE", 4 * largest)
+    options = {"batch": 2, "seed": 5}
+    data = DataOptions(train=root, val=root, loader="folder", size=32, threads=2)
+    with pytest.raises(UserError, match=r"give --order blocks, which shuffles within 3 images, or"):
+        open_dataset(data, "train", **options)
+    open_dataset(data, "evaluate", **options).close()
+    read, count = [], parquet_files.ParquetFile.read
+    counting = lambda *words: read.append(words[0].path.name + str(words[2])) or count(*words)  # noqa: E731
+    monkeypatch.setattr(parquet_files.ParquetFile, "read", counting)
+    loader = open_dataset(replace(data, order="blocks"), "train", **options)
+    for epoch in range(2):
+        read.clear()
+        ids = torch.cat([batch.index[batch.weight > 0] for batch in loader.batches(epoch)]).tolist()
+        assert sorted(ids) == [*range(len(loader.source.labels))]
+        assert len(set(read)) > 8
+        assert max(Counter(read).values()) <= 2
+    loader.close()
+    monkeypatch.setattr(parquet_files, "CACHE", largest)
+    with pytest.raises(UserError, match="too large for training; pack it with tools/pack"):
+        open_dataset(data, "train", **options)

@@ -370,10 +370,13 @@ def test_a_full_cache_forgets_the_row_groups_read_longest_ago(counted, monkeypat
     assert len(reads) == 6
     images.read(0), images.read(49)
     assert reads[6:] == [0]
-    with pytest.raises(UserError, match=r"shuffled training would read .* pack it with tools/pack"):
-        images.check_shuffled()
+    with pytest.raises(UserError, match=r"too large for training; pack it with tools/pack"):
+        images.blocks()
+    # Room for four row groups, with the headers of Parquet's pages.
+    monkeypatch.setattr(parquet_files, "CACHE", 50_000)
+    assert images.blocks() == (10, 1)
     monkeypatch.setattr(parquet_files, "CACHE", 10**6)
-    images.check_shuffled()
+    assert images.blocks() is None
 
 
 def test_a_row_without_bytes_is_named(tmp_path):

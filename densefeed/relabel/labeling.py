@@ -22,6 +22,7 @@ from torch import Tensor
 from densefeed.relabel.rendering import PillowRender, Render
 from densefeed.relabel.scoring import Precision, Scored, Scorer, choose_precision, find_batch_size
 from densefeed.relabel.teacher import Teacher, weights_hash
+from densefeed.storage.class_folders import ClassFolders
 from densefeed.storage.datasets import MOST_CLASSES
 from densefeed.storage.images import Images
 from densefeed.storage.row_codecs import Absent, Form
@@ -77,7 +78,7 @@ class Pass:
     `begin_pass` makes it.
     """
 
-    images: Images
+    images: Images | ClassFolders
     header: StoreHeader  # of the whole store
     scorer: Scorer
     render: Render
@@ -87,7 +88,7 @@ class Pass:
 
 
 def begin_pass(
-    images: Images,
+    images: Images | ClassFolders,
     teacher: Teacher,
     name: str,
     *,
@@ -132,7 +133,8 @@ def begin_pass(
         teacher=f"{escape_controls(name)} {weights_hash(teacher.model)}{suffix}",
         input_size=teacher.input_size,
         geometry=teacher.geometry,
-        fingerprint=images.fingerprint(),
+        # That of class folders is known once all were listed (storage/folder_plan.py).
+        fingerprint=images.fingerprint() if isinstance(images, Images) else "",
         class_names=tuple(images.class_names),
     )
     if batch == "auto":
@@ -141,8 +143,10 @@ def begin_pass(
             device,
         )
     render = render or PillowRender(images, teacher)
-    # Larger batches are cut at the last image anyway, but their buffers are not.
-    return Pass(images, header, scorer, render, shape, min(batch, len(images)), threads)
+    if isinstance(images, Images):
+        # Larger batches are cut at the last image anyway, but their buffers are not.
+        batch = min(batch, len(images))
+    return Pass(images, header, scorer, render, shape, batch, threads)
 
 
 def score_blank(scorer: Scorer, name: str, shape: tuple[int, ...]) -> tuple[int, int]:

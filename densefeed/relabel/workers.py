@@ -51,7 +51,7 @@ def join_workers(
     """
     objects, plan = open_objects(out), plan_shards(work.images, work.header, shard_images)
     share_plan(objects, plan)
-    forget_lost_shards(objects, plan)
+    forget_lost_shards(objects, [shard.name for shard in plan.shards])
     with objects.make_parts() as parts:
         Worker(work, objects, plan, parts, seconds).run()
     return complete(objects, plan)
@@ -132,7 +132,8 @@ class Worker:
         """Label a shard, from the rows that earlier holders of its lease wrote, and publish it."""
         path = self.parts / f"{shard.name}.{lease.generation}.h5"
         # Rows are written raw, and converted when all are there.
-        header, images = replace(shard.header, form="raw"), self.work.images
+        work, header = self.open_work(), replace(shard.header, form="raw")
+        images = work.images
         part = slice(shard.rows.start, shard.rows.stop)
         writer = ScoreMapWriter(path, header, images.paths[part], images.labels[part])
         try:
@@ -145,13 +146,17 @@ class Worker:
                 update(others + count)
 
             report(done)
-            speed = label_rows(self.work, writer, shard.rows.start, report)
+            speed = label_rows(work, writer, shard.rows.start, report)
             finish(writer, path, shard.header.form).close()
         finally:
             writer.close()
         if publish(self.objects, shard, path):
             print(f"shard {shard.name}: {speed}")
         self.remove_work(lease)
+
+    def open_work(self) -> Pass:
+        """Return the pass over the images of the shard that is being labeled."""
+        return self.work
 
     def remove_work(self, lease: Lease) -> None:
         """Remove the files of all holders of the lease of a finished shard."""

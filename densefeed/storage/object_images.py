@@ -71,9 +71,26 @@ def read_objects(root: ObjectURL, split: str) -> ObjectImages:
     UserError if there are no images.
     """
     home = choose_home(root, split)
-    found, others = [], Counter()
-    for path, size in list_objects(home).items():
-        ending = splitext(path)[1].lower()
+    paths, sizes = find_images(home)
+    if not paths:
+        raise UserError(
+            f"{home} holds no images; it should hold one folder of images per class, or tar or "
+            "Parquet files"
+        )
+    folders = [path.rpartition("/")[0].rpartition("/")[2] for path in paths]
+    labels, names = number_folders(folders)
+    return ObjectImages(paths, labels, names, ObjectStore(home), sizes)
+
+
+def find_images(home: ObjectURL, folder: str = "") -> tuple[list[str], list[int]]:
+    """List the images below `home`, or below one folder in it: paths in `home`, and bytes.
+
+    They are in the order of timm. Prints how many objects were left out. UserError for a name that
+    no path can have.
+    """
+    place, found, others = home / folder if folder else home, [], Counter()
+    for name, size in list_objects(place).items():
+        path, ending = f"{folder}/{name}" if folder else name, splitext(name)[1].lower()
         if ending not in ENDINGS:
             others[ending] += 1
         elif fault := find_path_fault(path):
@@ -81,17 +98,9 @@ def read_objects(root: ObjectURL, split: str) -> ObjectImages:
         else:
             found.append((path, size))
     if others:
-        print(f"{home}: {describe_others(others)}")
-    if not found:
-        raise UserError(
-            f"{home} holds no images; it should hold one folder of images per class, or tar or "
-            "Parquet files"
-        )
+        print(f"{place}: {describe_others(others)}")
     found.sort(key=lambda pair: natural_key(pair[0]))
-    paths, sizes = [path for path, _ in found], [size for _, size in found]
-    folders = [path.rpartition("/")[0].rpartition("/")[2] for path in paths]
-    labels, names = number_folders(folders)
-    return ObjectImages(paths, labels, names, ObjectStore(home), sizes)
+    return [path for path, _ in found], [size for _, size in found]
 
 
 def choose_home(root: ObjectURL, split: str) -> ObjectURL:

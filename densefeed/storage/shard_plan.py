@@ -6,6 +6,7 @@
     maps/shards/<name>-<sum>.h5             a finished shard
     maps/shards/<name>.json                 its record
     maps/manifest.json                      all records: the finished store
+    maps/folders/<number>.json              the shards of a class folder (folder_plan.py)
 
 A finished file is published under a name that contains its checksum. Its shard is finished once its
 record exists, which is created once, so a late worker's file is the same one, or it is refused. The
@@ -20,16 +21,26 @@ shards whose images are the same keep their names, and only the others are label
 import hashlib
 import json
 import zlib
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from densefeed.storage.images import Images
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.storage.store_file import StoreFile, StoreHeader
-from densefeed.storage.store_folder import MANIFEST, Manifest, StoredShard, hash_file, is_shard
+from densefeed.storage.store_folder import (
+    MANIFEST,
+    SIZED_FILES,
+    Manifest,
+    StoredShard,
+    hash_file,
+    is_shard,
+    parse_manifest,
+)
 from densefeed.system.errors import UserError
 from densefeed.system.files import scratch_folder
 from densefeed.system.json_files import parse_json
@@ -41,11 +52,11 @@ from densefeed.system.object_store import ObjectURL
 from densefeed.system.options import Location
 from densefeed.system.terminal import print
 
-PLAN, SHARDS = "plan.json", "shards"
+PLAN, SHARDS, FOLDERS = "plan.json", "shards", "folders"
 # Images of a shard, on average: 59 MB of raw rows at S = 18, k = 5.
 SHARD_IMAGES = 8192
-# Files of a shard whose sizes are in its fingerprint.
-SIZED_FILES = 16
+# Requests in flight where many small files are read.
+THREADS = 32
 # Digits of a hash in names. Of a million shards two have the same 64 bits once in 3 x 10^7 stores.
 DIGITS = 16
 
@@ -72,13 +83,30 @@ class Plan(NamedTuple):
         plan = {"header": header, "shard_images": self.shard_images, "shards": shards}
         return json.dumps(plan).encode()
 
+    def is_stored(self, objects: Objects) -> bool:
+        """Whether the store still has this plan."""
+        return objects.read(PLAN) == self.to_json()
+
+
+class AnyPlan(Protocol):
+    """What the end of a labeling needs: a Plan, or a FoldersPlan (folder_plan.py)."""
+
+    header: StoreHeader
+    shards: list[PlannedShard]
+
+    def is_stored(self, objects: Objects) -> bool:
+        """Whether no other worker has replaced the plan."""
+
 
 class StoredPlan(NamedTuple):
     """A plan as `to_json` wrote it."""
 
     header: StoreHeader
     shard_images: int
-    shards: dict[str, int]  # images by name, in order
+    shards: dict[str, int]  # images by name, in order; of class folders that were listed
+    # Class folders, if each is listed when it is labeled, and how many were not listed yet.
+    folders: int | None = None
+    unlisted: int = 0
 
 
 class Status(NamedTuple):
@@ -90,16 +118,21 @@ class Status(NamedTuple):
     images_done: int  # of finished and unfinished shards
     workers: int
     rate: float  # images per second of all workers that label now
+    folders: int | None = None  # as in StoredPlan
+    unlisted: int = 0
 
     def lines(self) -> list[str]:
         """Describe it for the terminal."""
-        left = (self.images - self.images_done) / self.rate if self.rate else None
+        known = self.rate and not self.unlisted
+        left = (self.images - self.images_done) / self.rate if known else None
         remaining = "" if left is None else f", {left / 3600:,.1f} hours left"
         if left is not None and left < 3600:
             remaining = f", {left / 60:,.1f} minutes left"
+        more = f"; {self.unlisted:,} of {self.folders or 0:,} class folders are not listed yet"
         return [
             f"{self.shards_done:,} of {self.shards:,} shards are finished, "
-            f"{self.images_done:,} of {self.images:,} images are labeled",
+            f"{self.images_done:,} of {self.images:,} images are labeled"
+            f"{more if self.unlisted else ''}",
             f"{self.workers:,} workers, {self.rate:,.1f} images/s{remaining}",
         ]
 
@@ -109,12 +142,15 @@ class Status(NamedTuple):
 
 def plan_shards(images: Images, header: StoreHeader, size: int) -> Plan:
     """Divide images into shards of about `size` images each."""
-    shards = []
-    for rows in split_images(images.paths, size):
-        own = replace(header, fingerprint=images.fingerprint(rows, SIZED_FILES))
-        name = hashlib.sha256(own.to_json().encode()).hexdigest()[:DIGITS]
-        shards.append(PlannedShard(name, rows, own))
+    ranges = split_images(images.paths, size)
+    shards = [plan_shard(header, rows, images.fingerprint(rows, SIZED_FILES)) for rows in ranges]
     return Plan(header, size, shards)
+
+
+def plan_shard(header: StoreHeader, rows: range, fingerprint: str) -> PlannedShard:
+    """Name the shard of the images `rows`, which have this fingerprint."""
+    own = replace(header, fingerprint=fingerprint)
+    return PlannedShard(hashlib.sha256(own.to_json().encode()).hexdigest()[:DIGITS], rows, own)
 
 
 def split_images(paths: list[str], size: int) -> list[range]:
@@ -147,12 +183,55 @@ def read_plan(objects: Objects) -> StoredPlan:
         )
     try:
         values = parse_json(content)
-        header, size, shards = (values[key] for key in ("header", "shard_images", "shards"))
+        folders = int(values["folders"]) if "folders" in values else None
+        size, shards = values["shard_images"], [] if folders else values["shards"]
         rows = {str(name): int(count) for name, count in shards}
-        text = json.dumps(header).encode()
+        text = json.dumps(values["header"]).encode()
     except (KeyError, TypeError, ValueError):
         raise UserError(f"{path} is damaged; remove it and run the labeling again") from None
-    return StoredPlan(StoreHeader.from_json(text, path), size, rows)
+    plan = StoredPlan(StoreHeader.from_json(text, path), size, rows, folders)
+    return read_folder_shards(objects, plan) if folders else plan
+
+
+def read_folder_shards(objects: Objects, plan: StoredPlan) -> StoredPlan:
+    """Return a plan of class folders with the shards of those that were listed.
+
+    A finished store has no plans of folders any more, but a manifest.
+    """
+    names = sorted(objects.list(FOLDERS))
+    if not names and (content := objects.read(MANIFEST)) is not None:
+        path = objects.root / MANIFEST
+        try:
+            values = parse_json(content)
+        except ValueError:
+            raise UserError(f"{path} is damaged; remove it and run the labeling again") from None
+        manifest = parse_manifest(values, path)
+        return plan._replace(shards={shard.name: shard.rows for shard in manifest.shards})
+    parts = read_all(objects, [f"{FOLDERS}/{name}" for name in names])
+    shards = {}
+    for file, part in zip(names, parts, strict=True):
+        rows = parse_folder(part, objects.root / f"{FOLDERS}/{file}")
+        shards |= {name: count for name, count, _ in rows}
+    return plan._replace(shards=shards, unlisted=plan.folders - len(names))
+
+
+def parse_folder(content: bytes | None, where: object) -> list[tuple[str, int, str]]:
+    """Decode the plan of a class folder: name, images and fingerprint of each shard.
+
+    None, of a file that was removed in the meantime, has no shards. UserError, which names `where`,
+    if it is damaged.
+    """
+    try:
+        rows = [] if content is None else parse_json(content)["shards"]
+        return [(str(name), int(count), str(fingerprint)) for name, count, fingerprint in rows]
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"{where} is damaged; remove it and run the labeling again") from None
+
+
+def read_all(objects: Objects, names: list[str]) -> list[bytes | None]:
+    """Read many files, several at once; None for one that does not exist."""
+    with ThreadPoolExecutor(THREADS, "read") as executor:
+        return list(executor.map(objects.read, names))
 
 
 def share_plan(objects: Objects, plan: Plan) -> None:
@@ -163,18 +242,28 @@ def share_plan(objects: Objects, plan: Plan) -> None:
     if objects.create(PLAN, plan.to_json()) or objects.read(PLAN) == plan.to_json():
         return
     theirs, out = read_plan(objects), objects.root
-    replace(plan.header, fingerprint=theirs.header.fingerprint).check_same(theirs.header, out)
-    if plan.shard_images != theirs.shard_images:
-        raise UserError(
-            f"{out} was started with --shard-images {theirs.shard_images}, not "
-            f"{plan.shard_images}; give the same or choose another --out"
-        )
+    check_same_plan(plan.header, plan.shard_images, None, theirs, out)
     new = [shard for shard in plan.shards if shard.name not in theirs.shards]
     there = objects.list(SHARDS)
     if len(new) == len(plan.shards) and any(f"{name}.json" in there for name in theirs.shards):
         raise UserError(f"{out} was started for another dataset; remove it or choose another --out")
     objects.replace(PLAN, plan.to_json())
     print(f"{out}: images have changed, {len(new):,} of {len(plan.shards):,} shards are new")
+
+
+def check_same_plan(
+    header: StoreHeader, size: int, folders: int | None, theirs: StoredPlan, out: Location
+) -> None:
+    """Raise UserError, which names `out`, if its plan has other options."""
+    replace(header, fingerprint=theirs.header.fingerprint).check_same(theirs.header, out)
+    listing, other = ("whole" if n is None else "folders" for n in (folders, theirs.folders))
+    options = ("listing", listing, other), ("shard-images", size, theirs.shard_images)
+    for name, mine, there in options:
+        if mine != there:
+            raise UserError(
+                f"{out} was started with --{name} {there}, not {mine}; give the same or choose "
+                "another --out"
+            )
 
 
 # ------------------------------------------------------------------------------------- publication
@@ -187,7 +276,12 @@ def record_key(name: str) -> str:
 
 def read_record(objects: Objects, name: str) -> StoredShard | None:
     """Read the record of a shard, None if it is not finished; UserError if it is damaged."""
-    if (content := objects.read(record_key(name))) is None:
+    return parse_record(objects, name, objects.read(record_key(name)))
+
+
+def parse_record(objects: Objects, name: str, content: bytes | None) -> StoredShard | None:
+    """Decode the record of a shard, None from None; UserError if it is damaged."""
+    if content is None:
         return None
     try:
         if is_shard(record := parse_json(content)):
@@ -218,14 +312,13 @@ def publish(objects: Objects, shard: PlannedShard, path: Path) -> bool:
     return False
 
 
-def forget_lost_shards(objects: Objects, plan: Plan) -> None:
+def forget_lost_shards(objects: Objects, names: Iterable[str]) -> None:
     """Remove the records of shards whose files are gone or cut, so that they are labeled again."""
     there = objects.list(SHARDS)
-    for shard in plan.shards:
-        known = f"{shard.name}.json" in there
-        record = read_record(objects, shard.name) if known else None
+    for name in names:
+        record = read_record(objects, name) if f"{name}.json" in there else None
         if record and objects.size(record.file) != record.bytes:
-            objects.remove(record_key(shard.name))
+            objects.remove(record_key(name))
             objects.remove(record.file)
             path = objects.root / record.file
             print(f"{path} is missing or was cut; its {record.rows:,} images are labeled again")
@@ -265,24 +358,29 @@ def read_paths(objects: Objects, record: StoredShard) -> list[str]:
         return StoreFile(copy).paths()
 
 
-def complete(objects: Objects, plan: Plan) -> ScoreMapStore | None:
+def complete(objects: Objects, plan: AnyPlan) -> ScoreMapStore | None:
     """Write the manifest of a store that has all shards, and remove all that is no part of it.
 
     Returns None if another worker wrote it before, or if it is in object storage, which readers do
     not open. UserError if the images have changed since this worker joined.
     """
-    if objects.read(PLAN) != plan.to_json():
+    if not plan.is_stored(objects):
         raise UserError(
             f"the images of {objects.root} have changed since this worker joined; run it again"
         )
-    records = [read_record(objects, shard.name) for shard in plan.shards]
+    names = [shard.name for shard in plan.shards]
+    contents = read_all(objects, [record_key(name) for name in names])
+    pairs = zip(names, contents, strict=True)
+    records = [parse_record(objects, name, content) for name, content in pairs]
     if None in records:
         raise UserError(f"shards of {objects.root} were removed in the meantime; run it again")
     content = Manifest(plan.header, tuple(records)).to_json()
+    # Before the manifest: with them the next run would not look for changed images.
+    objects.remove_all(FOLDERS)
     first = objects.read(MANIFEST) != content
     if first:
         objects.replace(MANIFEST, content)
-    shards = {record_key(shard.name) for shard in plan.shards} | {r.file for r in records}
+    shards = {record_key(name) for name in names} | {record.file for record in records}
     for name in objects.list(SHARDS):
         if f"{SHARDS}/{name}" not in shards:
             objects.remove(f"{SHARDS}/{name}")
@@ -297,14 +395,24 @@ def complete(objects: Objects, plan: Plan) -> ScoreMapStore | None:
 def measure_status(out: Path | ObjectURL, seconds: float = LEASE_SECONDS) -> Status:
     """Count what all workers have done and do now, from the files of the store alone."""
     objects = open_objects(out)
-    shards, there = read_plan(objects).shards, objects.list(SHARDS)
+    plan, there = read_plan(objects), objects.list(SHARDS)
+    shards = plan.shards
     done = [rows for name, rows in shards.items() if f"{name}.json" in there]
     left = [name for name in shards if f"{name}.json" not in there]
     beats = list_holders(objects, left, seconds)
     images = sum(done) + sum(beat.done for beat in beats)
     rate = sum(beat.rate for beat in beats)
     workers = len({beat.worker for beat in beats})
-    return Status(len(shards), len(done), sum(shards.values()), images, workers, rate)
+    return Status(
+        len(shards),
+        len(done),
+        sum(shards.values()),
+        images,
+        workers,
+        rate,
+        plan.folders,
+        plan.unlisted,
+    )
 
 
 def print_status(out: Location, /) -> None:

@@ -28,8 +28,11 @@ from densefeed.system.object_store import ObjectURL, find_url
 
 MANIFEST = "manifest.json"
 VERSION = 1
-# Bytes of a manifest: 250 per shard, and the names of the classes.
-MOST_BYTES = 2**25
+# Bytes of a manifest: 260 per shard, and the names of the classes. A billion images are 122,000
+# shards by default.
+MOST_BYTES = 2**26
+# Files of a shard whose sizes are in its fingerprint.
+SIZED_FILES = 16
 # A name that a manifest may give: no other file can be meant by it.
 SHARD_FILE = re.compile(r"shards/[0-9a-f]{16}-[0-9a-f]{16}\.h5")
 HASH = re.compile(r"[0-9a-f]{64}")
@@ -45,6 +48,11 @@ class StoredShard(NamedTuple):
     sha256: str  # of the file
     fingerprint: str  # of its images
 
+    @property
+    def name(self) -> str:
+        """The name of the shard, without the checksum of its file."""
+        return self.file.partition("/")[2].partition("-")[0]
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -58,6 +66,16 @@ class Manifest:
         header = json.loads(self.header.to_json())
         shards = [shard._asdict() for shard in self.shards]
         return json.dumps({"version": VERSION, "header": header, "shards": shards}).encode()
+
+    def is_by_shards(self) -> bool:
+        """Whether the fingerprint of the images is that of the shards' fingerprints."""
+        fingerprints = [shard.fingerprint for shard in self.shards]
+        return self.header.fingerprint == join_fingerprints(fingerprints)
+
+
+def join_fingerprints(fingerprints: Iterable[str]) -> str:
+    """Return the fingerprint of images from those of their shards, by SHA-256."""
+    return hashlib.sha256("\n".join(fingerprints).encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -55,9 +55,10 @@ def steps_bar(what: str, total: int, done: int) -> Iterator[Callable[[int, str],
 
 
 @contextmanager
-def tally(what: str, total: int, done: int) -> Iterator[Callable[[int], None]]:
+def tally(what: str, total: int | None, done: int) -> Iterator[Callable[[int], None]]:
     """Yield a function that sets how many of `total` are completed, by any process.
 
+    With None for `total`, which is then unknown, no time left is shown.
     A log file gets a line every minute and one at the end.
     """
     with open_bar() as progress:
@@ -73,10 +74,11 @@ def tally(what: str, total: int, done: int) -> Iterator[Callable[[int], None]]:
                 return
             # What earlier runs completed took no time in this one.
             printed, rate = now, (completed - done) / (now - started)
-            left = timedelta(seconds=round((total - completed) / rate))
-            progress.console.print(
-                f"{escape_controls(what)}: {completed:,} of {total:,}, {rate:,.1f}/s, {left} left",
-                markup=False,
-            )
+            text = f"{escape_controls(what)}: {completed:,}, {rate:,.1f}/s"
+            if total is not None:
+                left = timedelta(seconds=round((total - completed) / rate))
+                text = f"{escape_controls(what)}: {completed:,} of {total:,}, {rate:,.1f}/s, "
+                text += f"{left} left"
+            progress.console.print(text, markup=False)
 
         yield update

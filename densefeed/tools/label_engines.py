@@ -69,7 +69,9 @@ def show_progress(out: Path | ObjectURL, running: Callable[[], bool]) -> None:
         if not running():
             return
         time.sleep(POLL_SECONDS)
-    with tally(WORK, status.images, status.images_done) as update:
+    # Where class folders are listed one by one, the number of images is not known yet.
+    total = None if status.unlisted else status.images
+    with tally(WORK, total, status.images_done) as update:
         while running():
             time.sleep(POLL_SECONDS)
             if status := find_status(out):

@@ -116,7 +116,7 @@ def main(packing: Packing) -> None:
     limit_pixels(packing.max_pixels)
     images = Images(packing.data, packing.dataset, packing.split)
     fingerprint, fields = images.fingerprint(), []
-    store = open_maps(packing, fingerprint) if packing.maps else None
+    store = open_maps(packing, fingerprint, images) if packing.maps else None
     notes = {"class_names": images.class_names, "fingerprint": fingerprint}
     if store:
         spec = score_map_spec(store, len(images.class_names))
@@ -173,10 +173,10 @@ def refuse(reasons: list[str], writer: BetonWriter) -> None:
     )
 
 
-def open_maps(packing: Packing, fingerprint: str) -> ScoreMapStore:
+def open_maps(packing: Packing, fingerprint: str, images: Images) -> ScoreMapStore:
     """Open the score maps. Raises UserError if they belong to images of another fingerprint."""
     store = ScoreMapStore(packing.maps)
-    store.check(fingerprint, packing.data)
+    store.check(fingerprint, packing.data, images)
     if store.error:
         print(f"{packing.maps} is compact; the .beton inherits its error: {store.error}")
     return store

@@ -51,10 +51,12 @@ from tyro.conf import UseAppendAction
 from densefeed.native import MAX_PIXELS
 from densefeed.relabel.audit import measure_accuracy
 from densefeed.relabel.estimates import estimate_pass
+from densefeed.relabel.folder_workers import join_folders
 from densefeed.relabel.labeling import begin_pass, finish_pass
 from densefeed.relabel.rendering import NativeRender
 from densefeed.relabel.scoring import Compile, Precision, choose_compile
 from densefeed.relabel.workers import join_workers
+from densefeed.storage.class_folders import ClassFolders
 from densefeed.storage.geometry import Geometry
 from densefeed.storage.images import Images, MaxPixels, limit_pixels
 from densefeed.storage.maintenance import summary
@@ -115,6 +117,9 @@ class Labeling(Options):
     workers_join: bool = False
     # images of a shard with --workers-join, on average
     shard_images: Count = SHARD_IMAGES
+    # list all of --data at the start, or each class folder when it is labeled: for more images than
+    # fit into memory by name (130 bytes each), in object storage, with --workers-join
+    listing: Literal["whole", "folders"] = "whole"
     # start workers that join: a process per GPU of this machine, or tasks on a Ray cluster
     engine: Engine = "none"
     # workers that an engine starts; 0: one per GPU
@@ -133,6 +138,7 @@ def choose_shard(labeling: Labeling) -> tuple[Shard, torch.device]:
         raise UserError(f"--out {labeling.out} needs --workers-join; add it")
     if labeling.shard_images != SHARD_IMAGES and not labeling.workers_join:
         raise UserError("--shard-images has no effect without --workers-join; remove it")
+    check_listing(labeling)
     if labeling.num_workers or labeling.gpus_per_worker != 1:
         raise UserError("--num-workers and --gpus-per-worker need --engine; add it or remove them")
     if size == 1:
@@ -142,6 +148,16 @@ def choose_shard(labeling: Labeling) -> tuple[Shard, torch.device]:
             "torchrun gives each rank its own shard; run --shard and --dry-run without it"
         )
     return Shard(int(os.environ.get("RANK", 0)), size), device
+
+
+def check_listing(labeling: Labeling) -> None:
+    """Raise UserError for options that exclude listing folder by folder."""
+    if labeling.listing == "whole":
+        return
+    if not isinstance(labeling.data, ObjectURL) or labeling.dataset:
+        raise UserError("--listing folders is for class folders at --data s3://...; remove it")
+    if not labeling.workers_join or labeling.dry_run:
+        raise UserError("--listing folders needs --workers-join, and no --dry-run")
 
 
 def check_engine(labeling: Labeling) -> None:
@@ -165,7 +181,10 @@ def main(labeling: Labeling) -> None:
         return
     limit_pixels(labeling.max_pixels)
     shard, device = choose_shard(labeling)
-    images = Images(labeling.data, labeling.dataset, labeling.split)
+    if labeling.listing == "folders":
+        images = ClassFolders(labeling.data, labeling.split)
+    else:
+        images = Images(labeling.data, labeling.dataset, labeling.split)
     teacher, name = load_teacher(
         labeling.teacher,
         labeling.model,
@@ -203,7 +222,8 @@ def main(labeling: Labeling) -> None:
     # --shard are independent.
     ranks = shard.of > 1 and not labeling.shard
     if labeling.workers_join:
-        store = join_workers(work, labeling.out, labeling.shard_images)
+        join = join_folders if labeling.listing == "folders" else join_workers
+        store = join(work, labeling.out, labeling.shard_images)
     else:
         store = finish_pass(work, labeling.out, shard, ranks)
     if store is not None:

@@ -243,7 +243,7 @@ def test_the_status_counts_finished_and_unfinished_shards(many, tmp_path, monkey
     assert (status.workers, status.images, status.images_done) == (1, COUNT, images)
     assert 0 < status.shards_done < status.shards
     last = measure_status(out)
-    assert last == (last.shards, last.shards, COUNT, COUNT, 0, 0)
+    assert last[:6] == (last.shards, last.shards, COUNT, COUNT, 0, 0)
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,7 @@ from densefeed.system.json_files import read_json
 from densefeed.system.object_ranges import RemoteFile
 
 Read = Callable[[RemoteFile, int, int], memoryview]
+ReadMany = Callable[[RemoteFile, list[tuple[int, int]]], list[memoryview]]
 OBJECTS = "objects.json"
 PRESENT = 1 << 32
 # Bytes that a file system stores and frees at once.
@@ -149,7 +151,7 @@ class SampleCache:
         copy: the copy's folder.
         extents: the bytes of each of N samples; UserError if two samples share bytes.
         capacity: bytes that samples may take on the disk; 0 for DISK_SHARE of what is free.
-        read: reads a range of an object.
+        read: reads ranges of an object.
 
     Attributes:
         fetched: bytes that this process fetched.
@@ -157,7 +159,7 @@ class SampleCache:
         is_bounded: whether the capacity is below what all samples take.
     """
 
-    def __init__(self, copy: CachedFiles, extents: Extents, capacity: int, read: Read) -> None:
+    def __init__(self, copy: CachedFiles, extents: Extents, capacity: int, read: ReadMany) -> None:
         self._copy, self._read, self.fetched = copy, read, 0
         self._counting = threading.Lock()
         self._file, self._start = extents.file, extents.offset
@@ -270,6 +272,8 @@ class SampleCache:
     def join(self, ids: np.ndarray) -> list[np.ndarray]:
         """Return samples in the order of storage, split into ranges that are fetched at once."""
         ids = ids[np.lexsort((self._start[ids], self._file[ids]))]
+        if not self._are_near(ids).any():
+            return list(ids[:, None])
         runs, first = [], 0
         for n in range(1, len(ids) + 1):
             if n < len(ids) and self._is_near(ids[first], ids[n - 1], ids[n]):
@@ -277,6 +281,13 @@ class SampleCache:
             runs.append(ids[first:n])
             first = n
         return [run for run in runs if len(run)]
+
+    def _are_near(self, ids: np.ndarray) -> np.ndarray:
+        """Return whether each of these samples but the first may share a range with the last."""
+        last, following = ids[:-1], ids[1:]
+        size = self._stop[following] - self._start[following]
+        near = self._start[following] - self._stop[last] <= GAP_SHARE * size
+        return near & (self._file[last] == self._file[following])
 
     def _is_near(self, first: int, last: int, following: int) -> bool:
         gap = self._start[following] - self._stop[last]
@@ -287,12 +298,19 @@ class SampleCache:
             and self._stop[following] - self._start[first] <= RANGE_BYTES
         )
 
-    def fetch(self, run: np.ndarray) -> None:
-        """Fetch samples that `join` returned as one range, and that are held."""
-        begin, number = int(self._start[run[0]]), int(self._file[run[0]])
-        content = self._read(self._copy.files[number], begin, int(self._stop[run[-1]]))
-        with self._counting:
-            self.fetched += len(content)
+    def fetch(self, runs: Sequence[np.ndarray]) -> None:
+        """Fetch samples that `join` returned, one range each, and that are held."""
+        for number, same in groupby(runs, lambda run: int(self._file[run[0]])):
+            runs = list(same)
+            ranges = [(int(self._start[run[0]]), int(self._stop[run[-1]])) for run in runs]
+            contents = self._read(self._copy.files[number], ranges)
+            with self._counting:
+                self.fetched += sum(map(len, contents))
+            for run, (begin, _), content in zip(runs, ranges, contents, strict=True):
+                self._write(run, number, begin, content)
+
+    def _write(self, run: np.ndarray, number: int, begin: int, content: memoryview) -> None:
+        """Write the samples of a range of file `number`, which begins at `begin`."""
         for index in run.tolist():
             start, stop = int(self._start[index]), int(self._stop[index])
             part = content[start - begin : stop - begin]
@@ -310,7 +328,7 @@ class SampleCache:
             if int(self._index[index]) == PRESENT | zlib.crc32(content):
                 self._unverified[index] = False
             else:
-                self.fetch(np.array([index]))
+                self.fetch([np.array([index])])
 
 
 def check_disjoint(copy: CachedFiles, extents: Extents) -> None:

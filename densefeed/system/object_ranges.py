@@ -69,18 +69,52 @@ def read_range(file: RemoteFile, start: int, stop: int) -> memoryview:
     import obstore
 
     url = file.url
-    replaced = UserError(f"{url} was replaced while it was read; run the command again")
 
     def read() -> memoryview:
         with name_storage_errors(url):
             reply = obstore.get(connect(url), url.key, options={"range": (start, stop)})
             meta, content = reply.meta, memoryview(reply.bytes())
         # The reply's own ETag: some servers ignore the condition If-Match.
-        if version(meta) != file.version or meta["size"] != file.size:
-            raise replaced
+        check_version(file, meta)
         if len(content) != stop - start:
-            raise StorageError(f"{url}: a reply was cut; run the command again")
+            raise explain_cut(file)
         return content
+
+    return attempt(read)
+
+
+def check_version(file: RemoteFile, meta: Any) -> None:
+    """Raise UserError if obstore's metadata are those of another version of the object."""
+    if version(meta) != file.version or meta["size"] != file.size:
+        raise UserError(f"{file.url} was replaced while it was read; run the command again")
+
+
+def explain_cut(file: RemoteFile) -> StorageError:
+    """Return the error of a reply that is too short."""
+    return StorageError(f"{file.url}: a reply was cut; run the command again")
+
+
+def read_ranges(file: RemoteFile, ranges: list[tuple[int, int]]) -> list[memoryview]:
+    """Read several ranges of an object, (start, stop), up to ten at once. Errors as read_range.
+
+    One call instead of one per range halves the processor time (75 us of 160 at 40 kB), and takes
+    Python's lock from the training twice instead of twice for each.
+    """
+    import obstore
+
+    def read() -> list[memoryview]:
+        starts, ends = zip(*ranges, strict=True)
+        with name_storage_errors(file.url):
+            store = connect(file.url)
+            # Joining ranges is the caller's choice, so obstore's is off.
+            parts = obstore.get_ranges(store, file.url.key, starts=starts, ends=ends, coalesce=0)
+            # Ranges come without a version. What is there afterwards was there before.
+            meta = obstore.head(store, file.url.key)
+        check_version(file, meta)
+        contents = [memoryview(part) for part in parts]
+        if [len(content) for content in contents] != [stop - start for start, stop in ranges]:
+            raise explain_cut(file)
+        return contents
 
     return attempt(read)
 

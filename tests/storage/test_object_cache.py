@@ -32,6 +32,9 @@ class Disk:
         self.reads.append((start, stop))
         return memoryview(self.content)[start:stop]
 
+    def read_many(self, file, ranges):
+        return [self.read(file, *span) for span in ranges]
+
 
 @contextmanager
 def open_cache(folder, disk, starts, sizes, capacity=0):
@@ -41,7 +44,7 @@ def open_cache(folder, disk, starts, sizes, capacity=0):
         patch.setattr(object_cache, "front_ranges", lambda descriptor: iter(()))
         copy = CachedFiles([file], folder, disk.read)
     extents = Extents(np.zeros(count, np.int32), np.asarray(starts), np.asarray(sizes))
-    cache = SampleCache(copy, extents, capacity, disk.read)
+    cache = SampleCache(copy, extents, capacity, disk.read_many)
     try:
         yield cache
     finally:
@@ -53,7 +56,7 @@ def use(cache, index, next_use):
     """Read a sample as a batch of one; return whether it had to be fetched."""
     missing, suspects = cache.hold(np.array([index]), next_use)
     for run in cache.join(missing):
-        cache.fetch(run)
+        cache.fetch([run])
     cache.verify(suspects)
     cache.release(np.array([index]))
     return len(missing) > 0
@@ -118,7 +121,7 @@ def test_joined_ranges_waste_little_and_hold_each_sample_once(tmp_path_factory, 
         runs = cache.join(ids)
         assert sorted(np.concatenate(runs).tolist()) == sorted(ids.tolist())
         for run in runs:
-            cache.fetch(run)
+            cache.fetch([run])
         needed = sum(sizes[i] for i in ids)
         assert needed <= cache.fetched <= (1 + GAP_SHARE) * needed
         for i in ids:
@@ -133,12 +136,12 @@ def test_pinned_samples_are_not_freed(tmp_path):
     with cached as ours, other as theirs:
         for index in (0, 1):
             (missing, _) = theirs.hold(np.array([index]), np.zeros_like)
-            theirs.fetch(missing)
+            theirs.fetch([missing])
         assert ours.hold(np.array([2]), np.zeros_like) is None
         assert not ours._pins.any()
         theirs.release(np.array([1]))
         missing, _ = ours.hold(np.array([2]), np.zeros_like)
-        ours.fetch(missing)
+        ours.fetch([missing])
         assert np.flatnonzero(ours._index).tolist() == [0, 2]
 
 
@@ -168,7 +171,7 @@ def fill(folder, seed, kill_after=None):
             if n == kill_after:
                 os.kill(os.getpid(), signal.SIGKILL)
             for run in cache.join(held[0]):
-                cache.fetch(run)
+                cache.fetch([run])
             got = os.pread(cache._descriptors[0], PAGE, index * PAGE)
             assert got == disk.content[index * PAGE : (index + 1) * PAGE]
             cache.release(np.array([index]))

@@ -1,11 +1,12 @@
 """Serve the files of a folder on the loopback as S3 does: HEAD and GET of a range, after a delay.
 
-    python -m benchmarks.range_server FOLDER SECONDS
+    python -m benchmarks.range_server FOLDER --latency 20
 
 It prints its port, and ends when its standard input is closed. Files are in any bucket, under their
 names. A request takes 0.1 ms of a core.
 """
 
+import argparse
 import asyncio
 import mmap
 import re
@@ -63,4 +64,10 @@ async def serve(folder: Path, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(Path(sys.argv[1]), float(sys.argv[2])))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="the files served")
+    parser.add_argument("--latency", type=float, default=20.0, help="milliseconds before an answer")
+    args = parser.parse_args()
+    asyncio.run(serve(args.folder, args.latency / 1e3))

@@ -110,7 +110,7 @@ def measure(benchmark: RemoteBenchmark, cores: int) -> Series:
 @contextmanager
 def serve(folder: Path, latency: float, cores: set[int]) -> Iterator[dict[str, str]]:
     """Serve the files of a folder; yield the variables that let a process use the server."""
-    words = ["-m", "benchmarks.range_server", folder, latency / 1e3]
+    words = ["-m", "benchmarks.range_server", folder, "--latency", latency]
     server = subprocess.Popen(
         [sys.executable, *map(str, words)],
         stdin=subprocess.PIPE,

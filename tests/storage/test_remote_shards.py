@@ -94,8 +94,10 @@ def test_a_tar_is_indexed_in_one_reading_and_the_index_is_kept(local, remote, re
     requested.clear()
     kept = sorted((tmp_path / ".cache" / "densefeed" / "tar-index").glob("*.json"))
     assert len(kept) == len(tars)
+    # A shard holds cats, dogs or both, and the bucket's name decides which index is the first.
+    index = next(path for path in kept if b"cat" in path.read_bytes())
     for damage in (lambda old: old[:-1], lambda old: old.replace(b"cat", b"dog", 1), lambda _: b""):
-        kept[0].write_bytes(damage(kept[0].read_bytes()))
+        index.write_bytes(damage(index.read_bytes()))
         again = Images(remote["tar"])
         assert (again.paths, again.labels.tolist()) == (want.paths, want.labels.tolist())
         assert len(requested) == 2

@@ -18,6 +18,25 @@
 #if defined(__x86_64__) && !defined(DENSEFEED_PLAIN)
 #define X86
 #define AVX2 __attribute__((target("avx2")))
+#define AVX512 __attribute__((target("avx512bw,avx512vbmi")))
+/* Whether the processor has them; of an instruction set that -march compiles, whether that has. */
+#if defined(DENSEFEED_ONE_CPU)
+enum {
+#if defined(__AVX512VBMI__)
+    HAS_AVX512 = 1,
+#else
+    HAS_AVX512 = 0,
+#endif
+#if defined(__AVX2__)
+    HAS_AVX2 = 1,
+#else
+    HAS_AVX2 = 0,
+#endif
+};
+#else
+#define HAS_AVX2 __builtin_cpu_supports("avx2")
+#define HAS_AVX512 (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vbmi"))
+#endif
 #endif
 
 /* Compile a function for several instruction sets and select one when the library is loaded (GNU

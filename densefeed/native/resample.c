@@ -21,9 +21,10 @@
 #define MARGIN 3 /* zeros on both sides of the weights, for interpolated chroma in set_taps */
 #define ROUND_UP(n, to) (((n) + (to) - 1) / (to) * (to))
 
-/* Taps of one axis: output i is the sum of weight[i * room + k] * input[start[i] + k]. Inputs `low`
+/* Taps of one axis: output i is the sum of weight[k * step + i] * input[start[i] + k]. Neither
+ * start[i] nor start[i] + count[i] turns back: both rise with i or, if mirrored, fall. Inputs `low`
  * to `high` - 1 are used. */
-typedef struct { int *start, *count; int16_t *weight; int room, low, high; } Axis;
+typedef struct { int *start, *count; int16_t *weight; int step, room, low, high; } Axis;
 
 /* a * b / 2^15 to nearest, in the form that compiles to one instruction (pmulhrsw, sqrdmulh). */
 INLINE int16_t multiply(int16_t a, int16_t b) { return (int16_t)(((a * b >> 14) + 1) >> 1); }
@@ -119,25 +120,37 @@ INLINE int set_eight_taps(Axis *axis, float *room, int i, int size, int filter, 
     if (any(total == 0.0f)) return 0;
     int one = filter == BICUBIC ? ONE_CUBIC : ONE;
     Floats unit = (float)one / total;
-    Ints sum = all(0), most = all(INT32_MIN), largest = all(0);
-    int16_t *to = axis->weight + (size_t)i * axis->room;
+    Ints sum = all(0), most = all(INT32_MIN), largest = all(0), rounded;
     for (int tap = 0; tap < taps; tap++) {
         memcpy(&weight, room + 8 * tap, sizeof weight);
         weight *= unit;
         /* Half a unit with the weight's sign. */
         Floats half = (Floats)(((Ints)weight & all(INT32_MIN)) | all(0x3F000000));
-        Ints rounded = __builtin_convertvector(weight + half, Ints), more = rounded > most;
+        rounded = __builtin_convertvector(weight + half, Ints);
+        Ints more = rounded > most;
         sum += rounded;
         most = either(more, rounded, most), largest = either(more, all(tap), largest);
-        /* Behind an output's own taps there is room, for zeros. */
-        for (int n = 0; n < 8; n++) to[n * axis->room + tap] = (int16_t)rounded[n];
+        memcpy(room + 8 * tap, &rounded, sizeof rounded);
     }
-    for (int n = 0; n < 8; n++) {
-        to[n * axis->room + largest[n]] += (int16_t)(one - sum[n]);
-        axis->start[i + n] = first[n], axis->count[i + n] = last[n] - first[n] + 1;
-        axis->low = min(axis->low, first[n]), axis->high = max(axis->high, last[n] + 1);
+    int16_t *to = axis->weight + i;
+    Ints rest = all(one) - sum;
+    /* Behind an output's own taps there is room, for zeros. */
+    for (int tap = 0; tap < taps; tap++, to += axis->step) {
+        memcpy(&rounded, room + 8 * tap, sizeof rounded);
+        rounded += rest & (largest == all(tap));
+        Half eight = __builtin_convertvector(rounded, Half);
+        memcpy(to, &eight, sizeof eight);
     }
+    Ints taps_of = last - first + all(1);
+    memcpy(axis->start + i, &first, sizeof first);
+    memcpy(axis->count + i, &taps_of, sizeof taps_of);
     return 1;
+}
+
+/* The inputs, from `low` to `high` - 1, of outputs `first` to `end` - 1. */
+INLINE void inputs_of(const Axis *axis, int first, int end, int *low, int *high) {
+    int a = axis->start[first], b = axis->start[end - 1];
+    *low = min(a, b), *high = max(a + axis->count[first], b + axis->count[end - 1]);
 }
 
 /* Compute the taps of one axis of one plane, for the box `from` .. `from + length` in pixels of the
@@ -149,7 +162,6 @@ FOR_EVERY_CPU static void set_taps(Axis *axis, float *room, int size, int filter
     double support = filter == BICUBIC ? 2 * unit_length : unit_length;
     float inverse = (float)(1 / unit_length);
     float *whole = room + MARGIN, *half = whole + axis->room * ratio + 2 * MARGIN;
-    axis->low = extent, axis->high = 0;
     for (int i = 0; i < size; i++) {
         /* A third of the time of one by one. */
         if (i % 8 == 0 && i + 8 <= size && (ratio == 1 || smooth)) {
@@ -191,32 +203,32 @@ FOR_EVERY_CPU static void set_taps(Axis *axis, float *room, int size, int filter
             for (int k = 0; k < count; k++) half[(start + k) / ratio - first] += whole[k];
             count = (end - 1) / ratio - first + 1, start = first, weight = half;
         }
-        int16_t *to = axis->weight + (size_t)i * axis->room;
-        int sum = 0, largest = 0, one = filter == BICUBIC ? ONE_CUBIC : ONE;
+        int16_t *to = axis->weight + i, *largest = to;
+        int sum = 0, one = filter == BICUBIC ? ONE_CUBIC : ONE;
         float unit = one / total;
-        for (int k = 0; k < count; k++) {
+        for (int k = 0; k < count; k++, to += axis->step) {
             float w = weight[k] * unit;
-            to[k] = (int16_t)(w < 0 ? w - 0.5f : w + 0.5f);
-            sum += to[k];
-            if (to[k] > to[largest]) largest = k;
+            *to = (int16_t)(w < 0 ? w - 0.5f : w + 0.5f);
+            sum += *to;
+            if (*to > *largest) largest = to;
         }
         /* The weights must sum to `one`, so that a uniform image stays uniform. */
-        to[largest] += (int16_t)(one - sum);
+        *largest += (int16_t)(one - sum);
         axis->start[i] = start, axis->count[i] = count;
-        axis->low = min(axis->low, start), axis->high = max(axis->high, start + count);
     }
+    inputs_of(axis, 0, size, &axis->low, &axis->high);
 }
 
-/* to[i] = sum over k of weight[k] * input[k][i]; `taps` is a compile-time constant. */
+/* to[i] = sum over k of weight[k * step] * input[k][i]; `taps` is a compile-time constant. */
 #define WEIGH(taps) \
     for (int i = 0; i < groups * LANES; i++) { \
         int16_t sum = 0; \
-        for (int k = 0; k < taps; k++) sum += multiply(input[k][i], weight[k]); \
+        for (int k = 0; k < taps; k++) sum += multiply(input[k][i], weight[k * step]); \
         to[i] = sum; \
     }
 
-INLINE void weigh_upto8(const int16_t *const input[8], const int16_t *weight, int count, int groups,
-    int16_t *restrict to) {
+INLINE void weigh_upto8(const int16_t *const input[8], const int16_t *weight, int step, int count,
+    int groups, int16_t *restrict to) {
     switch (count) {
     case 1: WEIGH(1) break;    case 2: WEIGH(2) break;
     case 3: WEIGH(3) break;    case 4: WEIGH(4) break;
@@ -229,15 +241,15 @@ INLINE void weigh_upto8(const int16_t *const input[8], const int16_t *weight, in
  * A cubic's sum is doubled, see ONE_CUBIC. */
 INLINE void weigh(const int16_t *data, size_t step, const Axis *axis, int i, int filter, int groups,
     int16_t *restrict to, int16_t *restrict more) {
-    const int16_t *weight = axis->weight + (size_t)i * axis->room;
-    int count = axis->count[i];
+    const int16_t *weight = axis->weight + i;
+    int count = axis->count[i], weights = axis->step;
     const int16_t *input[8];
     for (int k = 0; k < 8; k++) input[k] = data + (k < count ? k : 0) * step;
-    weigh_upto8(input, weight, min(count, 8), groups, to);
+    weigh_upto8(input, weight, weights, min(count, 8), groups, to);
     /* Only crops of more than 4 times the output's size have more than 8 taps. */
     for (int done = 8; done < count; done += 8) {
         for (int k = 0; k < 8; k++) input[k] = data + (done + k < count ? done + k : 0) * step;
-        weigh_upto8(input, weight + done, min(count - done, 8), groups, more);
+        weigh_upto8(input, weight + done * weights, weights, min(count - done, 8), groups, more);
         for (int i = 0; i < groups * LANES; i++) to[i] += more[i];
     }
     if (filter == BICUBIC)
@@ -289,7 +301,7 @@ static Transpose *transpose_half = transpose_any;
 __attribute__((constructor)) static void choose_transpose(void) {
 #if defined(X86)
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2")) transpose_half = transpose_avx2;
+    if (HAS_AVX2) transpose_half = transpose_avx2;
 #endif
 }
 
@@ -305,10 +317,8 @@ FOR_EVERY_CPU static void shrink_columns(const Plane *plane, const Axis *axis, i
     size_t tall = (size_t)groups * LANES;
     const uint8_t *data = plane->data + (top - plane->top);
     for (int first = 0; first < size; first += STRIP) {
-        int outputs = min(size - first, STRIP), low = axis->high, high = axis->low;
-        for (int i = first; i < first + outputs; i++) {
-            low = min(low, axis->start[i]), high = max(high, axis->start[i] + axis->count[i]);
-        }
+        int outputs = min(size - first, STRIP), low, high;
+        inputs_of(axis, first, first + outputs, &low, &high);
         for (int x = low; x < high; x++) {
             const uint8_t *restrict from = data + (size_t)(x - plane->left) * plane->step;
             int16_t *restrict to = wide + (x - low) * tall;
@@ -343,13 +353,16 @@ INLINE void clamp(int16_t *restrict values, int16_t low, int16_t high, int group
         values[x] = values[x] < low ? low : values[x] > high ? high : values[x];
 }
 
-/* Coefficients of the JFIF matrix: 0.402, 0.228, 0.344136 and 0.714136. The empty asm hides their
+/* Coefficients of the JFIF matrix: 0.402, 0.228, 0.344136 and 0.714136. */
+enum { RED = 13173, BLUE = 7471, GREEN_BLUE = 11277, GREEN_RED = 23401 };
+
+/* The empty asm hides their
  * values: GCC would widen a product with a known factor to 32 bits instead of using `multiply`'s
  * instruction, 3 % of the resampling time. */
 typedef struct { int16_t red, blue, green_blue, green_red; } Matrix;
 
 INLINE Matrix jfif_matrix(void) {
-    Matrix m = {13173, 7471, 11277, 23401};
+    Matrix m = {RED, BLUE, GREEN_BLUE, GREEN_RED};
     __asm__("" : "+r"(m.red), "+r"(m.blue), "+r"(m.green_blue), "+r"(m.green_red));
     return m;
 }
@@ -393,6 +406,112 @@ INLINE void interleave(const uint8_t *restrict r, const uint8_t *restrict g,
     for (; x < count; x++, to += 3) to[0] = r[x], to[1] = g[x], to[2] = b[x];
 }
 
+/* Convert a row of Y, Cb and Cr to `width` pixels, RGBRGB... The inputs have whole groups, and
+ * `bytes` has room for three. */
+typedef void WriteRow(const int16_t *const part[3], int width, uint8_t *bytes, uint8_t *pixels);
+
+FOR_EVERY_CPU static void write_any(
+    const int16_t *const part[3], int width, uint8_t *bytes, uint8_t *pixels) {
+    int across = ROUND_UP(width, LANES);
+    uint8_t *green = bytes + across, *blue = green + across;
+    to_rgb(part[0], part[1], part[2], across / LANES, bytes, green, blue);
+    interleave(bytes, green, blue, width, pixels);
+}
+
+#if defined(X86)
+/* The same for 32 pixels at once, in registers: packing with saturation is `level`, and a shuffle
+ * moves the bytes of a color to their places in all three vectors of a half. */
+AVX2 static void write_avx2(
+    const int16_t *const part[3], int width, uint8_t *bytes, uint8_t *pixels) {
+#define ALL(number) _mm256_set1_epi16(number)
+#define IN_HALVES(...) _mm256_broadcastsi128_si256(_mm_setr_epi8(__VA_ARGS__))
+    const __m256i order[3] = {
+        IN_HALVES(0, 11, 6, 1, 12, 7, 2, 13, 8, 3, 14, 9, 4, 15, 10, 5),
+        IN_HALVES(5, 0, 11, 6, 1, 12, 7, 2, 13, 8, 3, 14, 9, 4, 15, 10),
+        IN_HALVES(10, 5, 0, 11, 6, 1, 12, 7, 2, 13, 8, 3, 14, 9, 4, 15),
+    };
+    const __m256i second = IN_HALVES(0, -1, 0, 0, -1, 0, 0, -1, 0, 0, -1, 0, 0, -1, 0, 0);
+    const __m256i third = IN_HALVES(0, 0, -1, 0, 0, -1, 0, 0, -1, 0, 0, -1, 0, 0, -1, 0);
+    for (int x = 0; x < width; x += 32, pixels += 96) {
+        __m256i color[3][2], rgb[3];
+        for (int half = 0; half < 2; half++) {
+            const size_t at = x + 16 * half;
+            __m256i y = _mm256_loadu_si256((const __m256i *)(part[0] + at));
+            __m256i b = _mm256_loadu_si256((const __m256i *)(part[1] + at));
+            __m256i r = _mm256_loadu_si256((const __m256i *)(part[2] + at));
+            y = _mm256_add_epi16(y, ALL(32)); /* to round */
+            b = _mm256_sub_epi16(b, ALL(128 << 6)), r = _mm256_sub_epi16(r, ALL(128 << 6));
+            __m256i both = _mm256_add_epi16(_mm256_mulhrs_epi16(b, ALL(GREEN_BLUE)),
+                _mm256_mulhrs_epi16(r, ALL(GREEN_RED)));
+            __m256i red = _mm256_add_epi16(r, _mm256_mulhrs_epi16(r, ALL(RED)));
+            __m256i blue = _mm256_sub_epi16(_mm256_add_epi16(b, b),
+                _mm256_mulhrs_epi16(b, ALL(BLUE)));
+            color[0][half] = _mm256_srai_epi16(_mm256_add_epi16(y, red), 6);
+            color[1][half] = _mm256_srai_epi16(_mm256_sub_epi16(y, both), 6);
+            color[2][half] = _mm256_srai_epi16(_mm256_add_epi16(y, blue), 6);
+        }
+        for (int n = 0; n < 3; n++) {
+            __m256i packed = _mm256_packus_epi16(color[n][0], color[n][1]);
+            rgb[n] = _mm256_shuffle_epi8(_mm256_permute4x64_epi64(packed, 0xD8), order[n]);
+        }
+        uint8_t last[96], *to = width - x < 32 ? last : pixels;
+        for (int n = 0; n < 3; n++) {
+            /* Byte 0 of vector n is that of color n, with 16 * n bytes before it. */
+            __m256i mixed = _mm256_blendv_epi8(rgb[n], rgb[(n + 1) % 3], second);
+            mixed = _mm256_blendv_epi8(mixed, rgb[(n + 2) % 3], third);
+            _mm256_storeu2_m128i((__m128i *)(to + 48 + 16 * n), (__m128i *)(to + 16 * n), mixed);
+        }
+        if (to == last) memcpy(pixels, last, 3 * (size_t)(width - x));
+    }
+    (void)bytes;
+}
+
+/* The same with twice as long vectors, in which one shuffle finds the bytes of all colors. */
+AVX512 static void write_avx512(
+    const int16_t *const part[3], int width, uint8_t *bytes, uint8_t *pixels) {
+#define WIDE(number) _mm512_set1_epi16(number)
+    /* Output byte k is color k % 3 of pixel p = k / 3. Packing leaves 8 pixels of red, then of green
+     * in each 16 bytes, and of blue in the other vector, whose bytes count from 64. */
+    uint8_t index[128];
+    for (int k = 0; k < 128; k++) {
+        int p = k / 3;
+        index[k] = (uint8_t)((p / 8 * 16 + p % 8 + (k % 3 == 1 ? 8 : k % 3 * 32)) & 127);
+    }
+    const __m512i order = _mm512_loadu_si512(index), rest = _mm512_loadu_si512(index + 64);
+    for (int x = 0; x < width; x += 32, pixels += 96) {
+        __m512i y = _mm512_add_epi16(_mm512_loadu_si512(part[0] + x), WIDE(32)); /* to round */
+        __m512i b = _mm512_sub_epi16(_mm512_loadu_si512(part[1] + x), WIDE(128 << 6));
+        __m512i r = _mm512_sub_epi16(_mm512_loadu_si512(part[2] + x), WIDE(128 << 6));
+        __m512i both = _mm512_add_epi16(_mm512_mulhrs_epi16(b, WIDE(GREEN_BLUE)),
+            _mm512_mulhrs_epi16(r, WIDE(GREEN_RED)));
+        __m512i red = _mm512_add_epi16(r, _mm512_mulhrs_epi16(r, WIDE(RED)));
+        __m512i blue = _mm512_sub_epi16(_mm512_add_epi16(b, b),
+            _mm512_mulhrs_epi16(b, WIDE(BLUE)));
+        red = _mm512_srai_epi16(_mm512_add_epi16(y, red), 6);
+        blue = _mm512_srai_epi16(_mm512_add_epi16(y, blue), 6);
+        __m512i green = _mm512_srai_epi16(_mm512_sub_epi16(y, both), 6);
+        __m512i two = _mm512_packus_epi16(red, green), one = _mm512_packus_epi16(blue, blue);
+        uint64_t left = min(width - x, 32) * 3;
+        _mm512_mask_storeu_epi8(pixels, left < 64 ? ((uint64_t)1 << left) - 1 : ~(uint64_t)0,
+            _mm512_permutex2var_epi8(two, order, one));
+        if (left > 64)
+            _mm512_mask_storeu_epi8(pixels + 64, ((uint64_t)1 << (left - 64)) - 1,
+                _mm512_permutex2var_epi8(two, rest, one));
+    }
+    (void)bytes;
+}
+#endif
+
+static WriteRow *write_row = write_any;
+
+__attribute__((constructor)) static void choose_write(void) {
+#if defined(X86)
+    __builtin_cpu_init();
+    if (HAS_AVX2) write_row = write_avx2;
+    if (HAS_AVX512) write_row = write_avx512;
+#endif
+}
+
 /* The vertical half and the colors of all output rows. `row` has room for 6 * across numbers. */
 FOR_EVERY_CPU static void shrink_rows(int16_t *const middle[3], const Axis axis[3],
     int planes, int ycc, int filter, int height, int width, size_t across, int16_t *row,
@@ -408,9 +527,11 @@ FOR_EVERY_CPU static void shrink_rows(int16_t *const middle[3], const Axis axis[
             clamp(part[0], -2048, 18000, groups);
             clamp(part[1], 0, 16384, groups), clamp(part[2], 0, 16384, groups);
         }
-        if (ycc && planes == 3) to_rgb(part[0], part[1], part[2], groups, red, green, blue);
-        else
-            for (int n = 0; n < planes; n++) levels(part[n], groups, red + n * across);
+        if (ycc && planes == 3) {
+            write_row((const int16_t *const *)part, width, red, pixels);
+            continue;
+        }
+        for (int n = 0; n < planes; n++) levels(part[n], groups, red + n * across);
         interleave(red, planes == 3 ? green : red, planes == 3 ? blue : red, width, pixels);
     }
 }
@@ -443,7 +564,7 @@ int resample(const Batch *batch, int index, Scratch *scratch, const Picture *pic
         for (int d = 0; d < 2; d++) {
             int *start = (int *)((uint8_t *)dense + float_bytes + (3 * d + n) * axis_bytes);
             int16_t *weight = (int16_t *)(start + 2 * longest);
-            axis[d][n] = (Axis){start, start + longest, weight, .room = room};
+            axis[d][n] = (Axis){start, start + longest, weight, .step = longest, .room = room};
         }
         int ratio_x = plane->ratio_x, ratio_y = plane->ratio_y;
         int smooth_y = ratio_y == 2 && ratio_x <= 2;

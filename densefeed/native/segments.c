@@ -378,35 +378,9 @@ TRANSFORM(transform_any, idct)
 
 #if defined(X86)
 typedef __m256i V;
-
-/* idct8 on 16-bit numbers, two rows per vector: in[k] holds rows 2k and 2k + 1, their first 4
- * columns in the lower half. pmaddwd exactly replaces three instructions on 32-bit numbers. */
-AVX2 INLINE void idct8_avx2(const V in[4], int offset, int shift, V out[8]) {
-#define PAIR(a, b) _mm256_set1_epi32((int)((uint32_t)(b) << 16 | ((a) & 0xFFFF)))
-#define DOT(v, a, b) _mm256_madd_epi16(v, PAIR(a, b))
-    V row04 = _mm256_unpacklo_epi16(in[0], in[2]), row26 = _mm256_unpacklo_epi16(in[1], in[3]);
-    V row71 = _mm256_unpackhi_epi16(in[3], in[0]), row53 = _mm256_unpackhi_epi16(in[2], in[1]);
-    V sum73 = _mm256_add_epi16(in[3], in[1]), sum51 = _mm256_add_epi16(in[2], in[0]);
-    V sums = _mm256_unpackhi_epi16(sum73, sum51);
-    V even0 = _mm256_add_epi32(DOT(row04, 8192, 8192), _mm256_set1_epi32(offset));
-    V even1 = _mm256_add_epi32(DOT(row04, 8192, -8192), _mm256_set1_epi32(offset));
-    V even2 = DOT(row26, FIX(0.541196100), FIX(0.541196100) - FIX(1.847759065));
-    V even3 = DOT(row26, FIX(0.541196100) + FIX(0.765366865), FIX(0.541196100));
-    V z3 = DOT(sums, FIX(1.175875602) - FIX(1.961570560), FIX(1.175875602));
-    V z4 = DOT(sums, FIX(1.175875602), FIX(1.175875602) - FIX(0.390180644));
-    V odd[4] = {
-        _mm256_add_epi32(DOT(row71, -FIX(0.899976223), FIX(1.501321110) - FIX(0.899976223)), z4),
-        _mm256_add_epi32(DOT(row53, -FIX(2.562915447), FIX(3.072711026) - FIX(2.562915447)), z3),
-        _mm256_add_epi32(DOT(row53, FIX(2.053119869) - FIX(2.562915447), -FIX(2.562915447)), z4),
-        _mm256_add_epi32(DOT(row71, FIX(0.298631336) - FIX(0.899976223), -FIX(0.899976223)), z3),
-    };
-    V even[4] = {_mm256_add_epi32(even0, even3), _mm256_add_epi32(even1, even2),
-        _mm256_sub_epi32(even1, even2), _mm256_sub_epi32(even0, even3)};
-    for (int n = 0; n < 4; n++) {
-        out[n] = _mm256_srai_epi32(_mm256_add_epi32(even[n], odd[n]), shift);
-        out[7 - n] = _mm256_srai_epi32(_mm256_sub_epi32(even[n], odd[n]), shift);
-    }
-}
+#define IDCT8 AVX2 INLINE void idct8_avx2
+#define MM(operation) _mm256_##operation
+#include "idct8.h"
 
 AVX2 INLINE void idct_avx2(const int16_t block[64], uint8_t *to, size_t step) {
     V in[4], out[8], row[4];
@@ -435,6 +409,65 @@ AVX2 INLINE void idct_avx2(const int16_t block[64], uint8_t *to, size_t step) {
 }
 
 AVX2 TRANSFORM(transform_avx2, idct_avx2)
+
+typedef __m512i W;
+#define V W
+#define IDCT8 AVX512 INLINE void idct8_avx512
+#define MM(operation) _mm512_##operation
+#include "idct8.h"
+#undef V
+
+/* idct_avx2 of two blocks, each in its half of the vectors: 11 of 122 us of a crop's decoding. */
+AVX512 INLINE void idct_avx512(
+    const int16_t *one, const int16_t *two, uint8_t *to[2], const size_t step[2]) {
+    W in[4], out[8], row[4];
+    for (int n = 0; n < 4; n++) {
+        W pair = _mm512_castsi256_si512(_mm256_loadu_si256((const V *)one + n));
+        pair = _mm512_inserti64x4(pair, _mm256_loadu_si256((const V *)two + n), 1);
+        in[n] = _mm512_permutex_epi64(pair, 0xD8);
+    }
+    idct8_avx512(in, 1 << 10, 11, out);
+    for (int n = 0; n < 4; n++)
+        row[n] = _mm512_permutex_epi64(_mm512_packs_epi32(out[n], out[n + 4]), 0xD8);
+    W low[2] = {_mm512_unpacklo_epi16(row[0], row[1]), _mm512_unpacklo_epi16(row[2], row[3])};
+    W high[2] = {_mm512_unpackhi_epi16(row[0], row[1]), _mm512_unpackhi_epi16(row[2], row[3])};
+    in[0] = _mm512_unpacklo_epi32(low[0], low[1]), in[1] = _mm512_unpackhi_epi32(low[0], low[1]);
+    in[2] = _mm512_unpacklo_epi32(high[0], high[1]);
+    in[3] = _mm512_unpackhi_epi32(high[0], high[1]);
+    idct8_avx512(in, (1 << 17) + (128 << 18), 18, out);
+    /* Of each block 4 columns of rows 0 to 3 come before those of rows 4 to 7. */
+    const W columns = _mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+    for (int x = 0; x < 8; x += 4) {
+        W first = _mm512_packs_epi32(out[x], out[x + 1]);
+        W bytes = _mm512_packus_epi16(first, _mm512_packs_epi32(out[x + 2], out[x + 3]));
+        bytes = _mm512_permutexvar_epi32(columns, bytes);
+        __m128i part[4] = {
+            _mm512_castsi512_si128(bytes), _mm512_extracti32x4_epi32(bytes, 1),
+            _mm512_extracti32x4_epi32(bytes, 2), _mm512_extracti32x4_epi32(bytes, 3),
+        };
+        for (int n = 0; n < 4; n++) {
+            uint8_t *at = to[n / 2] + (x + n % 2 * 2) * step[n / 2];
+            _mm_storel_epi64((__m128i *)at, part[n]);
+            _mm_storeh_pi((__m64 *)(at + step[n / 2]), _mm_castsi128_ps(part[n]));
+        }
+    }
+}
+
+AVX512 static void transform_avx512(int16_t block[6][64], const int flat[6], int blocks,
+    uint8_t *const to[6], const size_t step[6]) {
+    int waiting = -1;
+    for (int n = 0; n < blocks; n++) {
+        if (flat[n]) flat_block(block[n][0], to[n], step[n]);
+        else if (waiting < 0) waiting = n;
+        else {
+            uint8_t *both[2] = {to[waiting], to[n]};
+            const size_t steps[2] = {step[waiting], step[n]};
+            idct_avx512(block[waiting], block[n], both, steps);
+            waiting = -1;
+        }
+    }
+    if (waiting >= 0) idct_avx2(block[waiting], to[waiting], step[waiting]);
+}
 #endif
 
 static Transform *transform = transform_any;
@@ -442,7 +475,8 @@ static Transform *transform = transform_any;
 __attribute__((constructor)) static void choose_transform(void) {
 #if defined(X86)
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2")) transform = transform_avx2;
+    if (HAS_AVX2) transform = transform_avx2;
+    if (HAS_AVX512) transform = transform_avx512;
 #endif
 }
 

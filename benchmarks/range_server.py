@@ -6,14 +6,16 @@ It prints its port, and ends when its standard input is closed. Files are in any
 names. A request takes 0.1 ms of a core.
 """
 
-import argparse
 import asyncio
 import mmap
 import re
 import sys
+from dataclasses import dataclass
 from email.utils import formatdate
 from functools import partial
 from pathlib import Path
+
+import tyro
 
 RANGE = re.compile(rb"\r\nrange: bytes=(\d+)-(\d+)", re.I)
 
@@ -51,23 +53,26 @@ class Connection(asyncio.Protocol):
         self._transport.write(header.encode() + body)
 
 
-async def serve(folder: Path, seconds: float) -> None:
+@dataclass(frozen=True, kw_only=True)
+class RangeServer:
+    """Options of this server."""
+
+    folder: tyro.conf.Positional[Path]  # the files served
+    latency: float = 20.0  # before an answer, ms
+
+
+async def serve(server: RangeServer) -> None:
     """Serve until standard input is closed."""
     files = {}
-    for path in filter(Path.is_file, folder.iterdir()):
+    for path in filter(Path.is_file, server.folder.iterdir()):
         with open(path, "rb") as file:
             files[path.name.encode()] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(partial(Connection, files, seconds), "127.0.0.1", 0)
-    print(server.sockets[0].getsockname()[1], flush=True)
+    answer = partial(Connection, files, server.latency / 1e3)
+    listening = await loop.create_server(answer, "127.0.0.1", 0)
+    print(listening.sockets[0].getsockname()[1], flush=True)
     await loop.run_in_executor(None, sys.stdin.read)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path, help="the files served")
-    parser.add_argument("--latency", type=float, default=20.0, help="milliseconds before an answer")
-    args = parser.parse_args()
-    asyncio.run(serve(args.folder, args.latency / 1e3))
+    asyncio.run(serve(tyro.cli(RangeServer, description=__doc__)))

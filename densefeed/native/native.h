@@ -19,7 +19,7 @@
 #define X86
 #define AVX2 __attribute__((target("avx2")))
 #define AVX512 __attribute__((target("avx512bw,avx512vbmi")))
-/* Whether the processor has them; of an instruction set that -march compiles, whether that has. */
+/* Whether the processor has them or, with DENSEFEED_ONE_CPU, whether -march has. */
 #if defined(DENSEFEED_ONE_CPU)
 enum {
 #if defined(__AVX512VBMI__)

@@ -378,6 +378,7 @@ TRANSFORM(transform_any, idct)
 
 #if defined(X86)
 typedef __m256i V;
+#define VECTOR V
 #define IDCT8 AVX2 INLINE void idct8_avx2
 #define MM(operation) _mm256_##operation
 #include "idct8.h"
@@ -411,11 +412,10 @@ AVX2 INLINE void idct_avx2(const int16_t block[64], uint8_t *to, size_t step) {
 AVX2 TRANSFORM(transform_avx2, idct_avx2)
 
 typedef __m512i W;
-#define V W
+#define VECTOR W
 #define IDCT8 AVX512 INLINE void idct8_avx512
 #define MM(operation) _mm512_##operation
 #include "idct8.h"
-#undef V
 
 /* idct_avx2 of two blocks, each in its half of the vectors: 11 of 122 us of a crop's decoding. */
 AVX512 INLINE void idct_avx512(

@@ -438,7 +438,8 @@ def test_every_instruction_set_gives_equal_pixels(photographs, tmp_path, level):
     rng = np.random.default_rng(0)
     files = [encoded(picture, subsampling="4:2:0") for picture in photographs]
     files += [indexed_jpeg.transcode(file) for file in files]
-    for size, kernel in itertools.product((32, 97, 224), (native.BILINEAR, native.BICUBIC)):
+    # Rows end with 32, 1 and 29 pixels of a vector of 32.
+    for size, kernel in itertools.product((224, 97, 61), (native.BILINEAR, native.BICUBIC)):
         boxes = [random_box(rng, *native.probe(file), 1) for file in files]
         ours, theirs = (make_job(files, boxes, size) for _ in range(2))
         ours.samples["filter"] = theirs.samples["filter"] = kernel

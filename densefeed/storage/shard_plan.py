@@ -238,6 +238,8 @@ def share_plan(objects: Objects, plan: Plan) -> None:
     """Write the plan, unless another worker did; UserError if that one labels something else.
 
     Images may have changed, as long as a shard of the earlier plan is left, or none was finished.
+    UserError too if an image of finished shards has another size, and no shard shows which one:
+    the sizes of few files of each shard are compared, and those of more files of the whole dataset.
     """
     if objects.create(PLAN, plan.to_json()) or objects.read(PLAN) == plan.to_json():
         return
@@ -247,6 +249,13 @@ def share_plan(objects: Objects, plan: Plan) -> None:
     there = objects.list(SHARDS)
     if len(new) == len(plan.shards) and any(f"{name}.json" in there for name in theirs.shards):
         raise UserError(f"{out} was started for another dataset; remove it or choose another --out")
+    same = not new and len(plan.shards) == len(theirs.shards)
+    if same and all(f"{name}.json" in there for name in theirs.shards):
+        raise UserError(
+            f"an image has another size than when {out} was labeled, and its shard is not known; "
+            f"name all images that were replaced, `python tools/score_maps.py redo {out} "
+            "cat/001.jpg`, and run the command again"
+        )
     objects.replace(PLAN, plan.to_json())
     print(f"{out}: images have changed, {len(new):,} of {len(plan.shards):,} shards are new")
 

@@ -36,6 +36,8 @@ SPARE_FILES = 512
 MOST_PATH, MOST_NAME = 4095, 255
 # Bytes of a line of a list: more than a path has.
 MOST_LINE = 16_384
+# What is left of a URL of object storage that was read as a path.
+COLLAPSED_URL = re.compile(r"(s3|gs|az):/(?=[^/])")
 
 
 class SizedReader(RawIOBase):
@@ -438,7 +440,16 @@ def drop_cache(descriptor: int) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and its parents, and fsync the folder of each new one."""
+    """Create a folder and its parents, and fsync the folder of each new one.
+
+    UserError for a URL of object storage that was read as a path: what is written would be lost
+    with the machine.
+    """
+    if url := COLLAPSED_URL.match(str(folder)):
+        raise UserError(
+            f"{url[1]}://{str(folder)[url.end() :]} is in object storage, where only score "
+            "maps are written; give a local path, and copy the result"
+        )
     if folder.is_dir():
         return
     make_folder(folder.parent)

@@ -23,14 +23,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from densefeed.system.errors import UserError
-from densefeed.system.files import scratch_folder
+from densefeed.system.files import COLLAPSED_URL, scratch_folder
 
 Result = TypeVar("Result")
 
 SCHEMES = ("s3", "gs", "az")
 BUCKET = re.compile(rf"({'|'.join(SCHEMES)})://[A-Za-z0-9][A-Za-z0-9._-]*")
-# What is left of a URL that was read as a path.
-COLLAPSED = re.compile(rf"({'|'.join(SCHEMES)}):/(?=[^/])")
 # A lease lasts 60 s: a renewal that takes longer is of no use.
 RETRIES = {
     "max_retries": 8,
@@ -161,7 +159,7 @@ def parse_location(text: str) -> Path | ObjectURL:
 def find_url(path: Path) -> ObjectURL | None:
     """Return the URL that was read as a path, as by an option that takes only paths."""
     text = str(path)
-    return ObjectURL(COLLAPSED.sub(r"\1://", text)) if COLLAPSED.match(text) else None
+    return ObjectURL(COLLAPSED_URL.sub(r"\1://", text)) if COLLAPSED_URL.match(text) else None
 
 
 # ------------------------------------------------------------------------------------ requests

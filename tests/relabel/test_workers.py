@@ -24,7 +24,7 @@ from densefeed.relabel import workers
 from densefeed.relabel.labeling import begin_pass, finish_pass
 from densefeed.relabel.teacher import Teacher
 from densefeed.relabel.workers import join_workers
-from densefeed.storage.images import Images
+from densefeed.storage.images import Images, sample_evenly
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.storage.shard_plan import (
     LEASES,
@@ -36,7 +36,7 @@ from densefeed.storage.shard_plan import (
     publish,
     redo_images,
 )
-from densefeed.storage.store_folder import MANIFEST
+from densefeed.storage.store_folder import MANIFEST, SIZED_FILES
 from densefeed.system.errors import UserError
 from densefeed.system.object_folder import ObjectFolder
 
@@ -324,6 +324,31 @@ def test_a_replaced_image_is_labeled_again_by_name(many, whole, tmp_path):
     ids = np.arange(COUNT)
     changed = (redone.rows(ids).logit != before.rows(ids).logit).any((1, 2, 3))
     assert np.flatnonzero(changed).tolist() == [20]
+
+
+def test_a_replaced_image_of_an_unknown_shard_is_not_passed_over(many, tmp_path):
+    """Its size is in the fingerprint of the dataset and in that of no shard."""
+    folder, out = shutil.copytree(many, tmp_path / "images"), tmp_path / "maps"
+    store = join(folder, out, images=COUNT)
+    before = store.rows(np.arange(COUNT)).logit
+    work = begin(folder)
+    sampled = {
+        shard.rows[place]
+        for shard in plan_shards(work.images, work.header, COUNT).shards
+        for place in sample_evenly(len(shard.rows), SIZED_FILES).tolist()
+    }
+    place = min(set(range(COUNT)) - sampled)
+    name = work.images.paths[place]
+    Image.fromarray(255 - np.asarray(Image.open(folder / name))).save(folder / name, quality=30)
+    held = files(out)
+    with pytest.raises(UserError, match=r"another size than when .*maps was labeled.* redo "):
+        join(folder, out, images=COUNT)
+    assert files(out) == held
+    redo_images(out, (name,))
+    redone = join(folder, out, images=COUNT)
+    changed = (redone.rows(np.arange(COUNT)).logit != before).any((1, 2, 3))
+    assert np.flatnonzero(changed).tolist() == [place]
+    redone.check(Images(folder).fingerprint(), folder)
 
 
 def test_an_image_that_cannot_be_read_stops_its_shard_alone(many, whole, tmp_path):

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import socket
+from pathlib import Path
 from threading import Timer
 
 import pytest
@@ -122,6 +123,18 @@ def test_a_file_is_named_once_where_there_are_no_hard_links(tmp_path, monkeypatc
         part.write_text(text)
         assert files.name_once(part, target) == (text == "first")
     assert target.read_text() == "first"
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_url_is_no_folder_of_the_disk(tmp_path, monkeypatch, there):
+    monkeypatch.chdir(tmp_path)
+    if there:
+        Path("s3:/bucket").mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    for write in (files.make_folder, lambda path: files.replace_file(path).__enter__()):
+        with pytest.raises(UserError, match=r"^s3://bucket(/run)? is in object storage"):
+            write(Path("s3://bucket/run"))
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_folder_appears_whole_and_a_killed_one_is_removed(tmp_path, command):

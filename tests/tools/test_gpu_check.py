@@ -78,7 +78,10 @@ def test_stages_that_fail_or_hang_stop_no_other(check, capsys):
     assert (check.out / "results.csv").read_text().splitlines()[1:] == [
         "rate,1234.5,1000,1500,images/s"
     ]
-    assert (check.out / "log.txt").read_text().count("measuring") == 3
+    log = (check.out / "log.txt").read_text()
+    assert re.findall(r"^\$ -m a_benchmark (\w+)", log, re.M) == ["fails", "hangs", "works"]
+    # On a busy machine the one that hangs may not have begun within its 2 s.
+    assert {"measuring fails", "measuring works"} <= set(log.splitlines())
     table = capsys.readouterr().out
     assert "1,234 images/s" in table or "1,235 images/s" in table
     assert "at least 2,000" in table

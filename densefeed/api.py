@@ -20,6 +20,7 @@ from densefeed.pipelines.open import DataOptions, Mode, open_dataset
 from densefeed.pipelines.shapes import token_grid
 from densefeed.pipelines.targets import check_batch
 from densefeed.system.errors import UserError
+from densefeed.system.object_store import find_url, parse_location
 from densefeed.system.options import check_type, leaves, with_options
 from densefeed.training.config import Config, check_unused
 from densefeed.training.step_inputs import PATCH
@@ -90,8 +91,8 @@ def open_loader(
     """Open a training set, or a validation set with `train=False`.
 
     Args:
-        path: a .beton file, a pattern of such files, or a folder with `train/<class>/*.jpg` (or
-            `val/...`).
+        path: a .beton file or a pattern of such files, on a disk or as `s3://BUCKET/train.beton`
+            in object storage, or a folder with `train/<class>/*.jpg` (or `val/...`).
         batch: images per batch, all ranks together.
         size: side of the crops, pixels.
         seed: key of every random draw.
@@ -109,12 +110,13 @@ def open_loader(
     check_type("train", bool, train)
     if score_maps and not train:
         raise TypeError("open_loader reads score_maps with train=True only")
+    place = find_url(Path(path)) or parse_location(str(path))
     data = DataOptions(
         # Loader's mode selects one of the two, so both can be the same path.
-        train=Path(path),
-        val=Path(path),
+        train=place,
+        val=place,
         size=size,
-        loader="folder" if Path(path).is_dir() else "ffcv",
+        loader="folder" if isinstance(place, Path) and place.is_dir() else "ffcv",
         score_maps=Path(score_maps) if score_maps else None,
     )
     mode = "train" if train else "evaluate"

@@ -13,6 +13,7 @@ from densefeed.storage.beton import MAP_FIELDS, Beton, name_classes
 from densefeed.storage.images import decode
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError
+from densefeed.system.object_store import check_local
 
 
 class FfcvSource(StoreMaps):
@@ -48,6 +49,7 @@ class FfcvSource(StoreMaps):
     def _open(self, path: str | Path) -> Beton:
         path = Path(path)
         is_pattern = any(sign in path.name for sign in "*?[")
+        check_local(path)
         paths = sorted(path.parent.glob(path.name)) if is_pattern else [path]
         if not paths:
             raise UserError(

@@ -29,7 +29,7 @@ from densefeed.storage.images import MaxPixels, limit_pixels
 from densefeed.system.devices import THREADS, free_memory
 from densefeed.system.errors import UserError
 from densefeed.system.files import cache_folder
-from densefeed.system.object_store import ObjectURL
+from densefeed.system.object_store import ObjectURL, check_local
 from densefeed.system.options import Bounds, Count, Fraction, Location, NonNegativeInt, Options
 
 Mode = Literal["train", "evaluate"]
@@ -136,6 +136,7 @@ class DataOptions(Options):
 
 def open_folder(path: Path, mode: Mode, maps: Path | None, threads: int) -> FolderSource:
     """Open a folder of images. UserError for a file."""
+    check_local(path)
     if path.is_file():
         raise UserError(
             f"{path} is a file; --loader folder reads folders, --loader ffcv reads .beton files"
@@ -162,8 +163,9 @@ def open_remote(url: ObjectURL, data: DataOptions, maps: Path | None) -> RemoteS
     """Open .beton files in object storage. UserError for a loader that cannot read them."""
     if data.loader not in ("ffcv", "dali"):
         raise UserError(
-            f"{url} is in object storage, which --loader ffcv and dali read and --loader "
-            f"{data.loader} does not; give --loader ffcv, or copy the data to a local disk"
+            f"{url} is in object storage, where --loader {data.loader} reads nothing, and --loader "
+            "ffcv and dali read .beton files; pack the data with tools/pack_dataset.py, or copy it "
+            "to a local disk"
         )
     if data.maps_on_device and maps is None:
         raise UserError(

@@ -35,6 +35,7 @@ from densefeed.system.devices import CORES
 from densefeed.system.errors import UserError
 from densefeed.system.files import name_errors
 from densefeed.system.json_files import parse_json
+from densefeed.system.object_store import check_local
 from densefeed.system.options import Bounds
 from densefeed.system.prefetch import ordered_map
 from densefeed.system.progress import bar
@@ -227,6 +228,7 @@ class Beton:
             raise
 
     def _open(self, path: Path, name: Path | str) -> Front:
+        check_local(path)
         if not path.exists():
             raise UserError(f"{path}: there is no such file; make it with tools/pack_dataset.py")
         # To open a named pipe would wait for its writer.
@@ -896,6 +898,7 @@ def verify_files(files: tuple[Path, ...], /, max_pixels: MaxPixels = MAX_PIXELS)
     if not files:
         raise UserError("no .beton file was named; name one or several")
     for path in files:
+        check_local(path)
         try:
             damaged = verify(path, CORES)
         except UserError as error:

@@ -21,7 +21,7 @@ from densefeed.storage.store_folder import (
 from densefeed.system.errors import UserError
 from densefeed.system.files import replace_file
 from densefeed.system.json_files import parse_json
-from densefeed.system.object_store import ObjectStore, ObjectURL
+from densefeed.system.object_store import ObjectStore, ObjectURL, StorageError
 from densefeed.system.progress import bar
 from densefeed.system.terminal import print
 
@@ -42,7 +42,14 @@ def fetch(url: ObjectURL, out: Path) -> ScoreMapStore:
 
     def copy(shard: StoredShard) -> None:
         with replace_file(out / shard.file) as part:
-            objects.fetch_file(shard.file, part, shard.sha256)
+            try:
+                objects.fetch_file(shard.file, part, shard.sha256)
+            except StorageError:
+                if objects.size(shard.file) == shard.bytes:
+                    raise
+                raise UserError(
+                    f"{url / shard.file} is missing or was cut; run the labeling again"
+                ) from None
 
     executor = ThreadPoolExecutor(THREADS, "fetch")
     try:

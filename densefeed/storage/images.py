@@ -40,6 +40,8 @@ COSTLY_FORMATS = ("WEBP", "TIFF")
 # TIFF's tags of the size of a tile.
 TILE_WIDTH, TILE_LENGTH = 322, 323
 
+# Bytes of sampled files by their rows; None for one that cannot be opened.
+FileSizes = dict[int, int | None]
 # The option of every command that decodes images.
 MaxPixels = Annotated[
     Count,
@@ -199,14 +201,22 @@ class Images:
             names = zip(self.paths[part], self.labels[part].tolist(), strict=True)
             text = "\n".join(f"{path}\t{label}" for path, label in names)
             digest.update((text if start == rows.start else f"\n{text}").encode())
-        for place in sample_evenly(len(rows), sized).tolist():
-            try:
-                with self.open(rows[place]) as file:
-                    digest.update(str(file.seek(0, io.SEEK_END)).encode())
-            # The error is raised when the image itself is read.
-            except OSError:
-                digest.update(b"unreadable")
+        for size in self.sample_sizes(rows, sized).values():
+            digest.update(b"unreadable" if size is None else str(size).encode())
         return digest.hexdigest()
+
+    def sample_sizes(self, rows: range | None = None, sized: int = SIZED_FILES) -> FileSizes:
+        """Return the byte sizes of the files that `fingerprint` samples, by their rows.
+
+        None for a file that cannot be opened: the error is raised when the image itself is read.
+        """
+        rows = range(len(self)) if rows is None else rows
+        sizes: FileSizes = {}
+        for place in sample_evenly(len(rows), sized).tolist():
+            sizes[rows[place]] = None
+            with suppress(OSError), self.open(rows[place]) as file:
+                sizes[rows[place]] = file.seek(0, io.SEEK_END)
+        return sizes
 
 
 def crop_resize(

@@ -27,6 +27,7 @@ from densefeed.storage.score_maps import (
     row_crcs,
 )
 from densefeed.storage.store_file import StoreFile
+from densefeed.storage.store_folder import check_local_rows
 from densefeed.system.errors import UserError
 from densefeed.system.files import check_absent, drop_cache, replace_file, write_at
 from densefeed.system.progress import bar
@@ -220,6 +221,7 @@ def verify_files(files: tuple[Path, ...], /) -> None:
     if not files:
         raise UserError("no file of score maps was named; name one or several")
     for path in files:
+        check_local_rows(path)
         try:
             store = ScoreMapStore(path)
             faults = verify(store)

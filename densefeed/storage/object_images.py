@@ -74,8 +74,8 @@ def read_objects(root: ObjectURL, split: str) -> ObjectImages:
     paths, sizes = find_images(home)
     if not paths:
         raise UserError(
-            f"{home} holds no images; it should hold one folder of images per class, or tar or "
-            "Parquet files"
+            f"{home} holds no images; name a folder, not an object or a pattern, with one folder "
+            "of images per class, or with tar or Parquet files"
         )
     folders = [path.rpartition("/")[0].rpartition("/")[2] for path in paths]
     labels, names = number_folders(folders)

@@ -29,7 +29,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from densefeed.storage.images import Images
+from densefeed.storage.images import FileSizes, Images
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.storage.store_file import StoreFile, StoreHeader
 from densefeed.storage.store_folder import (
@@ -75,13 +75,16 @@ class Plan(NamedTuple):
     header: StoreHeader  # of the whole store
     shard_images: int
     shards: list[PlannedShard]
+    # Of few images of the whole dataset, which show which shard has an image that was replaced.
+    sizes: FileSizes
 
     def to_json(self) -> bytes:
         """Encode as JSON what a display needs, and what all workers must have in common."""
         header = json.loads(self.header.to_json())
         shards = [[shard.name, len(shard.rows)] for shard in self.shards]
+        sizes = list(self.sizes.items())
         plan = {"header": header, "shard_images": self.shard_images, "shards": shards}
-        return json.dumps(plan).encode()
+        return json.dumps(plan | {"sizes": sizes}).encode()
 
     def is_stored(self, objects: Objects) -> bool:
         """Whether the store still has this plan."""
@@ -104,6 +107,7 @@ class StoredPlan(NamedTuple):
     header: StoreHeader
     shard_images: int
     shards: dict[str, int]  # images by name, in order; of class folders that were listed
+    sizes: FileSizes  # as in Plan; empty for class folders
     # Class folders, if each is listed when it is labeled, and how many were not listed yet.
     folders: int | None = None
     unlisted: int = 0
@@ -144,7 +148,7 @@ def plan_shards(images: Images, header: StoreHeader, size: int) -> Plan:
     """Divide images into shards of about `size` images each."""
     ranges = split_images(images.paths, size)
     shards = [plan_shard(header, rows, images.fingerprint(rows, SIZED_FILES)) for rows in ranges]
-    return Plan(header, size, shards)
+    return Plan(header, size, shards, images.sample_sizes())
 
 
 def plan_shard(header: StoreHeader, rows: range, fingerprint: str) -> PlannedShard:
@@ -186,10 +190,11 @@ def read_plan(objects: Objects) -> StoredPlan:
         folders = int(values["folders"]) if "folders" in values else None
         size, shards = values["shard_images"], [] if folders else values["shards"]
         rows = {str(name): int(count) for name, count in shards}
+        sizes = {int(row): size for row, size in values.get("sizes", [])}
         text = json.dumps(values["header"]).encode()
     except (KeyError, TypeError, ValueError):
         raise UserError(f"{path} is damaged; remove it and run the labeling again") from None
-    plan = StoredPlan(StoreHeader.from_json(text, path), size, rows, folders)
+    plan = StoredPlan(StoreHeader.from_json(text, path), size, rows, sizes, folders)
     return read_folder_shards(objects, plan) if folders else plan
 
 
@@ -238,8 +243,8 @@ def share_plan(objects: Objects, plan: Plan) -> None:
     """Write the plan, unless another worker did; UserError if that one labels something else.
 
     Images may have changed, as long as a shard of the earlier plan is left, or none was finished.
-    UserError too if an image of finished shards has another size, and no shard shows which one:
-    the sizes of few files of each shard are compared, and those of more files of the whole dataset.
+    The sizes of few files of each shard are compared, and those of more files of the whole dataset:
+    shards in which only one of these differs keep their names, and are labeled again.
     """
     if objects.create(PLAN, plan.to_json()) or objects.read(PLAN) == plan.to_json():
         return
@@ -250,14 +255,42 @@ def share_plan(objects: Objects, plan: Plan) -> None:
     if len(new) == len(plan.shards) and any(f"{name}.json" in there for name in theirs.shards):
         raise UserError(f"{out} was started for another dataset; remove it or choose another --out")
     same = not new and len(plan.shards) == len(theirs.shards)
-    if same and all(f"{name}.json" in there for name in theirs.shards):
+    if same and plan.header != theirs.header:
+        forget_changed_shards(objects, plan, theirs)
+    objects.replace(PLAN, plan.to_json())
+    if not same:
+        print(f"{out}: images have changed, {len(new):,} of {len(plan.shards):,} shards are new")
+
+
+def forget_changed_shards(objects: Objects, plan: Plan, theirs: StoredPlan) -> None:
+    """Remove the shards of images that have another size than in an earlier plan.
+
+    Raises UserError if these are not known, and shards are finished.
+    """
+    changed = {row for row, size in plan.sizes.items() if theirs.sizes.get(row, size) != size}
+    shards = [s.name for s in plan.shards if not changed.isdisjoint(s.rows)]
+    there, out = objects.list(SHARDS), objects.root
+    if not shards and any(f"{shard.name}.json" in there for shard in plan.shards):
         raise UserError(
             f"an image has another size than when {out} was labeled, and its shard is not known; "
             f"name all images that were replaced, `python tools/score_maps.py redo {out} "
             "cat/001.jpg`, and run the command again"
         )
-    objects.replace(PLAN, plan.to_json())
-    print(f"{out}: images have changed, {len(new):,} of {len(plan.shards):,} shards are new")
+    for name in shards:
+        remove_shard(objects, name, there)
+        print(f"shard {name} has an image of another size than before; it is labeled again")
+
+
+def remove_shard(objects: Objects, name: str, there: Iterable[str]) -> None:
+    """Remove all files of a shard, finished or not; `there` are the names in the folder SHARDS."""
+    # The record first: a shard without one is not finished.
+    objects.remove(record_key(name))
+    for file in there:
+        if file.startswith(f"{name}-"):
+            objects.remove(f"{SHARDS}/{file}")
+    if isinstance(objects, ObjectFolder):
+        for path in (objects.root / PARTS).glob(f"{name}.*"):
+            path.unlink(missing_ok=True)
 
 
 def check_same_plan(
@@ -285,21 +318,21 @@ def record_key(name: str) -> str:
 
 def read_record(objects: Objects, name: str) -> StoredShard | None:
     """Read the record of a shard, None if it is not finished; UserError if it is damaged."""
-    return parse_record(objects, name, objects.read(record_key(name)))
-
-
-def parse_record(objects: Objects, name: str, content: bytes | None) -> StoredShard | None:
-    """Decode the record of a shard, None from None; UserError if it is damaged."""
-    if content is None:
+    if (content := objects.read(record_key(name))) is None:
         return None
+    if record := decode_record(name, content):
+        return record
+    raise UserError(f"{objects.root / record_key(name)} is damaged; run the labeling again")
+
+
+def decode_record(name: str, content: bytes) -> StoredShard | None:
+    """Decode the record of this shard; None if it is damaged."""
     try:
-        if is_shard(record := parse_json(content)):
-            return StoredShard(**record)
+        values = parse_json(content)
     except ValueError:
-        pass
-    raise UserError(
-        f"{objects.root / record_key(name)} is damaged; remove it and run the labeling again"
-    )
+        return None
+    record = StoredShard(**values) if is_shard(values) else None
+    return record if record and record.name == name else None
 
 
 def publish(objects: Objects, shard: PlannedShard, path: Path) -> bool:
@@ -322,15 +355,24 @@ def publish(objects: Objects, shard: PlannedShard, path: Path) -> bool:
 
 
 def forget_lost_shards(objects: Objects, names: Iterable[str]) -> None:
-    """Remove the records of shards whose files are gone or cut, so that they are labeled again."""
+    """Remove what is left of damaged shards, so that they are labeled again.
+
+    These are shards whose records are damaged, and those whose files are gone or cut.
+    """
     there = objects.list(SHARDS)
     for name in names:
-        record = read_record(objects, name) if f"{name}.json" in there else None
-        if record and objects.size(record.file) != record.bytes:
-            objects.remove(record_key(name))
-            objects.remove(record.file)
+        content = objects.read(record_key(name)) if f"{name}.json" in there else None
+        if content is None:
+            continue
+        record, path = decode_record(name, content), objects.root / record_key(name)
+        if record:
+            if objects.size(record.file) == record.bytes:
+                continue
             path = objects.root / record.file
-            print(f"{path} is missing or was cut; its {record.rows:,} images are labeled again")
+        remove_shard(objects, name, there)
+        fault = "is missing or was cut" if record else "is damaged"
+        count = f"its {record.rows:,}" if record else "the shard's"
+        print(f"{path} {fault}; {count} images are labeled again")
 
 
 def redo_images(folder: Location, images: tuple[str, ...], /) -> None:
@@ -338,7 +380,10 @@ def redo_images(folder: Location, images: tuple[str, ...], /) -> None:
 
     The same command as before then labels these shards, and writes the manifest again.
     """
+    if not images:
+        raise UserError("no image was named; name images by their paths in the dataset")
     objects, left = open_objects(folder), set(images)
+    there = objects.list(SHARDS)
     for name in read_plan(objects).shards:
         # From object storage whole shards are read, and each image is in one.
         if not left or (record := read_record(objects, name)) is None:
@@ -346,9 +391,7 @@ def redo_images(folder: Location, images: tuple[str, ...], /) -> None:
         if not (here := left.intersection(read_paths(objects, record))):
             continue
         left -= here
-        # The record first: a shard without a file is no finished one.
-        objects.remove(record_key(name))
-        objects.remove(record.file)
+        remove_shard(objects, name, there)
         print(f"{folder / record.file} was removed; label its {record.rows:,} images again")
     if left:
         raise UserError(
@@ -380,9 +423,10 @@ def complete(objects: Objects, plan: AnyPlan) -> ScoreMapStore | None:
     names = [shard.name for shard in plan.shards]
     contents = read_all(objects, [record_key(name) for name in names])
     pairs = zip(names, contents, strict=True)
-    records = [parse_record(objects, name, content) for name, content in pairs]
+    records = [None if content is None else decode_record(name, content) for name, content in pairs]
     if None in records:
-        raise UserError(f"shards of {objects.root} were removed in the meantime; run it again")
+        forget_lost_shards(objects, [n for n, r in zip(names, records, strict=True) if r is None])
+        raise UserError(f"shards of {objects.root} were removed or damaged; run it again")
     content = Manifest(plan.header, tuple(records)).to_json()
     # Before the manifest: with them the next run would not look for changed images.
     objects.remove_all(FOLDERS)

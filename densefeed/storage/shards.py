@@ -26,6 +26,7 @@ from densefeed.storage.score_maps import (
     split_runs,
 )
 from densefeed.storage.store_file import StoreFile
+from densefeed.storage.store_folder import check_local_rows
 from densefeed.system.errors import BusyError, UserError
 from densefeed.system.progress import bar
 from densefeed.system.terminal import print
@@ -280,6 +281,7 @@ def merge_files(out: Path, /, form: Form = "raw") -> None:
 
     The process that finishes the last shard does this by itself.
     """
+    check_local_rows(out)
     counts = sorted({shard.of for shard in find_leftovers(out).values() if shard.of > 1})
     if not counts:
         example = Shard(0, 8).file(out).name

@@ -134,16 +134,21 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def open_rows(path: Path) -> "StoreFile | StoreFolder":
-    """Open score maps, finished or not: a file, or a folder with a manifest.
-
-    UserError for a URL of object storage.
-    """
+def check_local_rows(path: Path) -> None:
+    """Raise UserError for score maps in object storage, whose URL was read as a path."""
     if url := find_url(path):
         raise UserError(
             f"{url} is in object storage; copy it with `python tools/score_maps.py fetch {url} "
             "maps`, and name the copy"
         )
+
+
+def open_rows(path: Path) -> "StoreFile | StoreFolder":
+    """Open score maps, finished or not: a file, or a folder with a manifest.
+
+    UserError for a URL of object storage.
+    """
+    check_local_rows(path)
     return StoreFolder(path) if path.is_dir() else StoreFile(path)
 
 

@@ -11,6 +11,7 @@ from densefeed.system.object_store import (
     StorageError,
     attempt,
     connect,
+    find_metadata,
     list_folder,
     name_storage_errors,
 )
@@ -46,13 +47,7 @@ def find_remote_files(url: ObjectURL) -> list[RemoteFile]:
 
 def find_remote_file(url: ObjectURL) -> RemoteFile:
     """Return the version of an object that is there now. StorageError if there is none."""
-    import obstore
-
-    def find() -> Any:
-        with name_storage_errors(url):
-            return obstore.head(connect(url), url.key)
-
-    meta = attempt(find)
+    meta = attempt(lambda: find_metadata(url))
     return RemoteFile(url, meta["size"], version(meta))
 
 

@@ -162,6 +162,15 @@ def find_url(path: Path) -> ObjectURL | None:
     return ObjectURL(COLLAPSED_URL.sub(r"\1://", text)) if COLLAPSED_URL.match(text) else None
 
 
+def check_local(path: Path) -> None:
+    """Raise UserError for a URL that was read as a path, where only local files are read."""
+    if url := find_url(path):
+        raise UserError(
+            f"{url} is in object storage, which is not read here; copy it to a local disk and name "
+            "the copy"
+        )
+
+
 # ------------------------------------------------------------------------------------ requests
 
 
@@ -244,6 +253,20 @@ def list_folder(url: ObjectURL) -> tuple[list[Any], list[str]]:
     found = attempt(find)
     folders = [path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"]]
     return found["objects"], folders
+
+
+def find_metadata(url: ObjectURL) -> Any:
+    """Return obstore's metadata of an object. Raises StorageError if there is none."""
+    import obstore
+    from obstore.exceptions import BaseError
+
+    with name_storage_errors(url):
+        store = connect(url)
+        try:
+            return obstore.head(store, url.key)
+        except (BaseError, OSError):
+            # The reply to HEAD has no body that gives the reason; that to GET has one.
+            return obstore.get(store, url.key, options={"range": (0, 1)}).meta
 
 
 # ------------------------------------------------------------------------------------- objects

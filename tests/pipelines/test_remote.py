@@ -8,14 +8,16 @@ import obstore
 import pytest
 import torch
 
+import densefeed
 from densefeed.pipelines.dali import DaliLoader
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.remote import RemoteSource
-from densefeed.storage.beton import Beton
+from densefeed.storage.beton import Beton, verify_files
 from densefeed.system.errors import UserError
 from densefeed.system.object_store import connect
+from densefeed.tools.validate import Validation, open_source
 
 
 @pytest.fixture
@@ -63,6 +65,26 @@ def assert_equal(ours, theirs):
 def test_batches_equal_those_of_the_local_file(url, local, tmp_path, options):
     ours = read(RemoteSource(url, None, tmp_path), (0, 1), **options)
     assert_equal(ours, read(FfcvSource(local), (0, 1), **options))
+
+
+def test_open_loader_reads_a_url_as_the_local_file(url, local, tmp_path):
+    """A Path collapses the URL."""
+    options = {"batch": 4, "size": 32, "seed": 3, "threads": 1}
+    theirs = list(densefeed.open_loader(local, **options))
+    for place in (str(url), Path(url)):
+        assert_equal(list(densefeed.open_loader(place, cache=tmp_path, **options)), theirs)
+    with pytest.raises(UserError, match=r"where --loader folder reads nothing"):
+        densefeed.open_loader(url, loader="folder", **options)
+
+
+def test_commands_that_read_local_files_name_the_url(url):
+    path = Path(url)
+    for read in (Beton, FfcvSource, lambda path: verify_files((path,))):
+        with pytest.raises(UserError, match=f"^{url} is in object storage, which is not read here"):
+            read(path)
+    for loader in ("ffcv", "folder", "dali"):
+        with pytest.raises(UserError, match=f"^{url} is in object storage, which is not read here"):
+            open_source(Validation(checkpoint=Path("runs"), data=path, loader=loader))
 
 
 def test_a_resumed_epoch_and_two_ranks_equal_those_of_the_local_file(url, local, tmp_path):
@@ -165,6 +187,21 @@ def test_storage_that_fails_for_good(url, tmp_path, disturb, fault, reason):
     assert not any(np.fromfile(next(tmp_path.rglob("index")), "<u8"))
 
 
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("ExpiredToken", "the credentials have expired"),
+        ("RequestTimeTooSkewed", "the clock of this machine differs"),
+        ("NoSuchBucket", "there is no such bucket"),
+    ],
+)
+def test_the_first_request_tells_why_it_failed(url, tmp_path, disturb, fault, reason):
+    """The reply to HEAD has no body."""
+    disturb(lambda *_: fault)
+    with pytest.raises(UserError, match=reason):
+        RemoteSource(url, None, tmp_path)
+
+
 def test_storage_that_fails_now_and_then(url, local, tmp_path, disturb):
     faults = {n: name for n, name in enumerate(["cut", "SlowDown", "InternalError", "lost"] * 2)}
     disturb(lambda method, path, number: faults.get(number - 2, ""))
@@ -212,6 +249,13 @@ def test_a_copy_smaller_than_the_dataset(url, local, tmp_path):
         read(RemoteSource(url, None, tmp_path, capacity), batch=4)
 
 
+def test_a_copy_too_small_for_the_first_read_does_not_wait_for_other_runs(url, tmp_path):
+    source = RemoteSource(url, None, tmp_path, 100)
+    with pytest.raises(UserError, match=r"--cache-bytes 100 holds less .* give at least"):
+        source.maps(np.array([1]))
+    source.close()
+
+
 def test_maps_are_read_before_the_first_batch(url, local, tmp_path):
     """The audit of a training's start reads some."""
     source, ids = RemoteSource(url, None, tmp_path), np.array([3, 1, 3])
@@ -238,7 +282,7 @@ def test_train_from_storage_equals_local_training(url, local, tmp_path, command)
         results.append([line for line in lines if '"loss"' in line or '"top' in line])
     assert results[0] == results[1]
     for extra, reason in (
-        (["--loader", "folder"], "--loader ffcv and dali read and --loader folder does not"),
+        (["--loader", "folder"], "where --loader folder reads nothing, and"),
         (["--maps-on-device"], "remove it, or copy the file"),
         (["--data", local, "--cache", tmp_path], "--cache has no effect without --data s3://"),
     ):

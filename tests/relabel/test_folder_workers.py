@@ -195,6 +195,19 @@ def test_named_images_and_lost_shards_are_labeled_again(data, tmp_path, capsys, 
     assert files(out) == before
 
 
+def test_a_damaged_record_is_labeled_again(data, tmp_path, counted):
+    """It is found when all shards are read at the end, and removed."""
+    out = label(data, tmp_path / "maps").path
+    before = files(out)
+    next((out / SHARDS).glob("*.json")).write_bytes(b"{")
+    counted.clear()
+    with pytest.raises(UserError, match="were removed or damaged; run it again"):
+        label(data, out)
+    label(data, out)
+    assert sum(isinstance(call, tuple) for call in counted) == 1
+    assert files(out) == before
+
+
 def test_a_folder_that_cannot_be_listed_is_left_alone(data, tmp_path, capsys):
     store = connect(data)
     obstore.put(store, "data/cat/more/1.jpg", b"x")

@@ -3,6 +3,7 @@
 The reference is one undisturbed worker, whose shards are compared byte by byte.
 """
 
+import json
 import multiprocessing
 import os
 import random
@@ -326,11 +327,8 @@ def test_a_replaced_image_is_labeled_again_by_name(many, whole, tmp_path):
     assert np.flatnonzero(changed).tolist() == [20]
 
 
-def test_a_replaced_image_of_an_unknown_shard_is_not_passed_over(many, tmp_path):
-    """Its size is in the fingerprint of the dataset and in that of no shard."""
-    folder, out = shutil.copytree(many, tmp_path / "images"), tmp_path / "maps"
-    store = join(folder, out, images=COUNT)
-    before = store.rows(np.arange(COUNT)).logit
+def replace_unsampled(folder: Path) -> int:
+    """Replace an image whose size is in the fingerprint of the dataset and in that of no shard."""
     work = begin(folder)
     sampled = {
         shard.rows[place]
@@ -338,17 +336,44 @@ def test_a_replaced_image_of_an_unknown_shard_is_not_passed_over(many, tmp_path)
         for place in sample_evenly(len(shard.rows), SIZED_FILES).tolist()
     }
     place = min(set(range(COUNT)) - sampled)
-    name = work.images.paths[place]
-    Image.fromarray(255 - np.asarray(Image.open(folder / name))).save(folder / name, quality=30)
+    path = folder / work.images.paths[place]
+    Image.fromarray(255 - np.asarray(Image.open(path))).save(path, quality=30)
+    return place
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_replaced_image_is_found_by_the_sizes_in_the_plan(many, tmp_path, finished, monkeypatch):
+    """Its shard keeps its name; unfinished rows of it are dropped too."""
+    folder, out = shutil.copytree(many, tmp_path / "images"), tmp_path / "maps"
+    if finished:
+        join(folder, out, images=COUNT)
+    else:
+        with monkeypatch.context() as patch:
+            stop_after(patch, 3)
+            with pytest.raises(KeyboardInterrupt):
+                join(folder, out, images=COUNT)
+        assert any((out / PARTS).iterdir())
+    replace_unsampled(folder)
+    join(folder, out, images=COUNT)
+    fresh = join(folder, tmp_path / "fresh", images=COUNT)
+    assert files(out) == files(fresh.path)
+
+
+def test_a_replaced_image_of_an_unknown_shard_is_not_passed_over(many, tmp_path):
+    """A plan without sizes does not show it."""
+    folder, out = shutil.copytree(many, tmp_path / "images"), tmp_path / "maps"
+    join(folder, out, images=COUNT)
+    plan = json.loads((out / PLAN).read_bytes())
+    del plan["sizes"]
+    (out / PLAN).write_text(json.dumps(plan))
+    place = replace_unsampled(folder)
     held = files(out)
     with pytest.raises(UserError, match=r"another size than when .*maps was labeled.* redo "):
         join(folder, out, images=COUNT)
     assert files(out) == held
-    redo_images(out, (name,))
-    redone = join(folder, out, images=COUNT)
-    changed = (redone.rows(np.arange(COUNT)).logit != before).any((1, 2, 3))
-    assert np.flatnonzero(changed).tolist() == [place]
-    redone.check(Images(folder).fingerprint(), folder)
+    redo_images(out, (Images(folder).paths[place],))
+    join(folder, out, images=COUNT)
+    assert files(out) == files(join(folder, tmp_path / "fresh", images=COUNT).path)
 
 
 def test_an_image_that_cannot_be_read_stops_its_shard_alone(many, whole, tmp_path):
@@ -389,6 +414,17 @@ def test_a_shard_that_is_gone_or_cut_is_labeled_again(many, whole, tmp_path, cap
         ScoreMapStore(out)
     join(many, out)
     assert capsys.readouterr().out.count("are labeled again") == 2
+    assert files(out) == files(whole)
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "that of another shard"])
+def test_a_damaged_record_is_labeled_again(many, whole, tmp_path, capsys, damage):
+    out = shutil.copytree(whole, tmp_path / "maps")
+    one, other = sorted((out / SHARDS).glob("*.json"))[:2]
+    damaged = {"empty": b"", "cut": one.read_bytes()[:40]}
+    one.write_bytes(damaged.get(damage, other.read_bytes()))
+    join(many, out)
+    assert f"{one.name} is damaged; the shard's images are labeled again" in capsys.readouterr().out
     assert files(out) == files(whole)
 
 

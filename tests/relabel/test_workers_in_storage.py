@@ -26,8 +26,10 @@ from densefeed.relabel import workers
 from densefeed.relabel.workers import join_workers
 from densefeed.storage.fetch import fetch
 from densefeed.storage.images import Images
+from densefeed.storage.maintenance import verify_files
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.storage.shard_plan import LEASES, PLAN, SHARDS, measure_status, publish, redo_images
+from densefeed.storage.shards import merge_files
 from densefeed.storage.store_folder import MANIFEST
 from densefeed.system import errors
 from densefeed.system.errors import UserError
@@ -118,11 +120,15 @@ def test_a_late_worker_is_identical_or_refused(many, whole, bucket, tmp_path, ca
     assert objects(out) == files(whole)
 
 
-def test_named_images_and_lost_shards_are_labeled_again(many, whole, bucket, capsys):
+def test_named_images_and_lost_shards_are_labeled_again(many, whole, bucket, tmp_path, capsys):
     out = store_whole(whole, bucket / "maps")
     with pytest.raises(UserError, match=r"no finished shard of s3://.*/maps has the image cat/x"):
         redo_images(out, ("cat/x.jpg",))
+    with pytest.raises(UserError, match="no image was named"):
+        redo_images(out, ())
     redo_images(out, (Images(many).paths[20],))
+    with pytest.raises(UserError, match=r"shards/.*.h5 is missing or was cut; run the labeling"):
+        fetch(out, tmp_path / "copy")
     first = sorted(name for name in objects(out) if name.endswith(".h5"))[0]
     ObjectStore(out).remove(first)
     assert measure_status(out).shards_done == len(plan(many).shards) - 1
@@ -182,8 +188,10 @@ def test_a_damaged_shard_is_never_copied(whole, bucket, tmp_path, quick_retries)
 
 def test_readers_name_the_command_that_copies():
     """An option that takes only paths collapses the URL."""
-    with pytest.raises(UserError, match=r"tools/score_maps.py fetch s3://bucket/maps maps`, and"):
-        ScoreMapStore(Path("s3://bucket/maps"))
+    path = Path("s3://bucket/maps")
+    for read in (ScoreMapStore, merge_files, lambda path: verify_files((path,))):
+        with pytest.raises(UserError, match=r"^s3.*/score_maps.py fetch s3://bucket/maps maps`, a"):
+            read(path)
 
 
 # ----------------------------------------------------------------------------------------- faults

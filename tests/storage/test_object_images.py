@@ -72,7 +72,7 @@ def test_an_image_that_changed_or_vanished_is_named(folder, remote):
     ("path", "split", "said"),
     [
         ("photos", "test", "holds train, val but no folder 'test'"),
-        ("nothing", "train", "holds no images; it should hold one folder of images per class"),
+        ("nothing", "train", "holds no images; name a folder, not an object or a pattern"),
     ],
 )
 def test_what_is_missing_is_one_sentence(remote, path, split, said):

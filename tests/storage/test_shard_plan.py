@@ -74,5 +74,5 @@ def test_a_damaged_record_is_one_sentence(tmp_path, content):
     objects = ObjectFolder(tmp_path)
     assert read_record(objects, "x") is None
     objects.create(f"{SHARDS}/x.json", content)
-    with pytest.raises(UserError, match=r"shards/x.json is damaged; remove it and run"):
+    with pytest.raises(UserError, match=r"shards/x.json is damaged; run the labeling again"):
         read_record(objects, "x")

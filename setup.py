@@ -80,7 +80,7 @@ setup(
             "densefeed.native.libdensefeed",
             sources=[f"{NATIVE}/{source}.c" for source in SOURCES],
             # A change of the header alone must build the library again.
-            depends=[f"{NATIVE}/native.h", f"{NATIVE}/idct8.h"],
+            depends=[f"{NATIVE}/native.h", f"{NATIVE}/idct8.h", f"{NATIVE}/resample8.h"],
             libraries=["jpeg", "m", "pthread"],
             extra_compile_args=[*compile_flags(), *headers],
             extra_link_args=folders,

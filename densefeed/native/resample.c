@@ -19,11 +19,18 @@
 #define ONE_CUBIC 16384
 #define LANES 32 /* loops run over whole groups of 32 numbers, so there is no scalar remainder */
 #define MARGIN 3 /* zeros on both sides of the weights, for interpolated chroma in set_taps */
+#define ALIGNED 64 /* bytes: vectors of 512 bits that cross cache lines take twice as long */
 #define ROUND_UP(n, to) (((n) + (to) - 1) / (to) * (to))
 
 /* Taps of one axis: output i is the sum over k < count[i] of weight[k * step + i] * input[start[i] +
- * k]. start[i] and start[i] + count[i] are monotonic in i. Inputs `low` to `high` - 1 are used. */
-typedef struct { int *start, *count; int16_t *weight; size_t step; int room, low, high; } Axis;
+ * k]. start[i] and start[i] + count[i] are monotonic in i. Inputs `low` to `high` - 1 are used.
+ * `most` is the largest count; the weights behind an output's own, up to that, are 0. */
+typedef struct {
+    int *start, *count;
+    int16_t *weight;
+    size_t step;
+    int room, low, high, most;
+} Axis;
 
 /* a * b / 2^15 to nearest, in the form that compiles to one instruction (pmulhrsw, sqrdmulh). */
 INLINE int16_t multiply(int16_t a, int16_t b) { return (int16_t)(((a * b >> 14) + 1) >> 1); }
@@ -38,113 +45,38 @@ INLINE float filter_weight(int filter, float x) {
 /* Numbers of 8 neighboring outputs. A comparison of two is -1 where it holds, else 0. */
 typedef float Floats __attribute__((vector_size(32)));
 typedef int32_t Ints __attribute__((vector_size(32)));
-typedef double Doubles __attribute__((vector_size(64)));
+typedef float Floats4 __attribute__((vector_size(16)));
+typedef int32_t Ints4 __attribute__((vector_size(16)));
+typedef double Doubles4 __attribute__((vector_size(32)));
 
-INLINE Ints all(int value) {
-    return (Ints){value, value, value, value, value, value, value, value};
-}
-
-INLINE Ints either(Ints condition, Ints yes, Ints no) {
-    return (yes & condition) | (no & ~condition);
-}
-
-INLINE int any(Ints condition) {
-    int found = 0;
-    for (int n = 0; n < 8; n++) found |= condition[n];
-    return found;
-}
-
-INLINE int largest_of(Ints numbers) {
-    int largest = numbers[0];
-    for (int n = 1; n < 8; n++) largest = max(largest, numbers[n]);
-    return largest;
-}
-
-/* `filter_weight` of input k of each output, `offset` + k pixels from its center; 0 where k is not
- * one of its `count` inputs. */
-INLINE Floats filter_weights(int filter, Floats offset, Ints count, Ints k, float inverse) {
-    Floats at = (offset + __builtin_convertvector(k, Floats)) * inverse;
-    Floats x = (Floats)((Ints)at & all(INT32_MAX)), weight = 1.0f - x;
-    Ints inside = (k >= all(0)) & (k < count);
-    if (filter == BICUBIC) {
-        Floats near = (1.5f * x - 2.5f) * x * x + 1.0f;
-        Floats far = ((-0.5f * x + 2.5f) * x - 4.0f) * x + 2.0f;
-        weight = (Floats)either(x < 1.0f, (Ints)near, (Ints)far);
-        return (Floats)((Ints)weight & inside & (x < 2.0f));
-    }
-    return (Floats)((Ints)weight & inside & (x < 1.0f));
-}
+/* What the taps of one axis of one plane are computed from: the outputs, and the box `from` .. `from
+ * + size * scale` in pixels of the whole image, of which only those in [low, high) may be used.
+ * `smooth`: the plane is at half resolution, and libjpeg would first interpolate it with weights 3/4
+ * and 1/4. */
+typedef struct {
+    int size, filter, mirror, low, high, ratio, smooth, extent;
+    double from, scale, support;
+    float inverse;
+} Span;
 
 /* Compute the taps of outputs i to i + 7 as set_taps does, bit for bit. `room` is for 8 floats per
  * tap. Returns 0, and has changed nothing, if an output needs set_taps: chroma at the edge of the
  * plane, and boxes too thin for float32 weights. */
-INLINE int set_eight_taps(Axis *axis, float *room, int i, int size, int filter, double from,
-    double scale, double support, float inverse, int low, int high, int mirror, int smooth,
-    int extent) {
-    const Ints order = {0, 1, 2, 3, 4, 5, 6, 7};
-    Ints output = mirror ? all(size - 1 - i) - order : all(i) + order;
-    Doubles center = from + (__builtin_convertvector(output, Doubles) + 0.5) * scale;
-    Ints end = __builtin_convertvector(center + support + 0.5, Ints);
-    Ints start = __builtin_convertvector(center - support + 0.5, Ints);
-    end = either(end < all(high), end, all(high));
-    start = either(start > all(low), start, all(low));
-    start = either(start < end - all(1), start, end - all(1));
-    Floats offset = __builtin_convertvector(
-        __builtin_convertvector(start, Doubles) + 0.5 - center, Floats);
-    Ints count = end - start, first = start, last = end - all(1);
-    if (smooth) {
-        first = (start - all(1)) >> 1, last = end >> 1;
-        if (any((first < all(0)) | (last > all(extent - 1)))) return 0;
-    }
-    int taps = largest_of(last - first) + 1;
-    Floats total = {0}, before = {0}, weight;
-    /* Of a smooth plane, a tap has two inputs and a part of their neighbors. */
-    Ints k = smooth ? 2 * first - start : all(0);
-    Floats here = filter_weights(filter, offset, count, k, inverse);
-    for (int tap = 0; tap < taps; tap++) {
-        total += here;
-        k += all(1);
-        Floats next = filter_weights(filter, offset, count, k, inverse);
-        weight = here;
-        if (smooth) {
-            total += next;
-            k += all(1);
-            Floats after = filter_weights(filter, offset, count, k, inverse);
-            weight = 0.75f * (here + next) + 0.25f * (before + after);
-            before = next, next = after;
-        }
-        here = next;
-        memcpy(room + 8 * tap, &weight, sizeof weight);
-    }
-    if (any(total == 0.0f)) return 0;
-    int one = filter == BICUBIC ? ONE_CUBIC : ONE;
-    Floats unit = (float)one / total;
-    Ints sum = all(0), most = all(INT32_MIN), largest = all(0), rounded;
-    for (int tap = 0; tap < taps; tap++) {
-        memcpy(&weight, room + 8 * tap, sizeof weight);
-        weight *= unit;
-        /* Half a unit with the weight's sign. */
-        Floats half = (Floats)(((Ints)weight & all(INT32_MIN)) | all(0x3F000000));
-        rounded = __builtin_convertvector(weight + half, Ints);
-        Ints more = rounded > most;
-        sum += rounded;
-        most = either(more, rounded, most), largest = either(more, all(tap), largest);
-        memcpy(room + 8 * tap, &rounded, sizeof rounded);
-    }
-    int16_t *to = axis->weight + i;
-    Ints rest = all(one) - sum;
-    /* Behind an output's own taps there is room, for zeros. */
-    for (int tap = 0; tap < taps; tap++, to += axis->step) {
-        memcpy(&rounded, room + 8 * tap, sizeof rounded);
-        rounded += rest & (largest == all(tap));
-        Half eight = __builtin_convertvector(rounded, Half);
-        memcpy(to, &eight, sizeof eight);
-    }
-    count = last - first + all(1);
-    memcpy(axis->start + i, &first, sizeof first);
-    memcpy(axis->count + i, &count, sizeof count);
-    return 1;
-}
+typedef int SetEightTaps(const Span *span, Axis *axis, float *room, int i);
+
+#define INLINED(type, name) INLINE type name##_any
+#define DEFINE(type, name) static type name##_any
+#define CALL(name) name##_any
+#include "taps8.h"
+
+#if defined(X86)
+#define INLINED(type, name) AVX2 INLINE type name##_avx2
+#define DEFINE(type, name) AVX2 static type name##_avx2
+#define CALL(name) name##_avx2
+#include "taps8.h"
+#endif
+
+static SetEightTaps *set_eight_taps = set_eight_taps_any;
 
 /* Find the inputs, `low` to `high` - 1, of outputs `first` to `end` - 1. */
 INLINE void find_inputs(const Axis *axis, int first, int end, int *low, int *high) {
@@ -152,34 +84,28 @@ INLINE void find_inputs(const Axis *axis, int first, int end, int *low, int *hig
     *low = min(a, b), *high = max(a + axis->count[first], b + axis->count[end - 1]);
 }
 
-/* Compute the taps of one axis of one plane, for the box `from` .. `from + length` in pixels of the
- * whole image, of which only those in [low, high) may be used. `smooth`: the plane is at half
- * resolution, and libjpeg would first interpolate it with weights 3/4 and 1/4. */
-FOR_EVERY_CPU static void set_taps(Axis *axis, float *room, int size, int filter, double from,
-    double length, int low, int high, int mirror, int ratio, int smooth, int extent) {
-    double scale = length / size, unit_length = scale > 1 ? scale : 1;
-    double support = filter == BICUBIC ? 2 * unit_length : unit_length;
-    float inverse = (float)(1 / unit_length);
+/* Compute the taps of one axis of one plane. */
+static void set_taps(Axis *axis, float *room, Span span) {
+    double unit_length = span.scale > 1 ? span.scale : 1;
+    span.support = span.filter == BICUBIC ? 2 * unit_length : unit_length;
+    span.inverse = (float)(1 / unit_length);
+    int size = span.size, ratio = span.ratio, filter = span.filter, smooth = span.smooth;
     float *whole = room + MARGIN, *half = whole + axis->room * ratio + 2 * MARGIN;
+    memset(axis->weight, 0, axis->room * axis->step * sizeof *axis->weight);
     for (int i = 0; i < size; i++) {
         /* A third of the time of one by one. */
-        if (i % 8 == 0 && i + 8 <= size && (ratio == 1 || smooth)) {
-            /* `filter` as a constant: the compiler leaves out the other one. */
-            int done = filter == BICUBIC
-                ? set_eight_taps(axis, room, i, size, BICUBIC, from, scale, support, inverse, low,
-                    high, mirror, smooth, extent)
-                : set_eight_taps(axis, room, i, size, BILINEAR, from, scale, support, inverse, low,
-                    high, mirror, smooth, extent);
-            i += done ? 7 : 0;
-            if (done) continue;
+        if (i % 8 == 0 && i + 8 <= size && (ratio == 1 || smooth)
+            && set_eight_taps(&span, axis, room, i)) {
+            i += 7;
+            continue;
         }
-        double center = from + ((mirror ? size - 1 - i : i) + 0.5) * scale;
-        int end = min((int)(center + support + 0.5), high);
-        int start = min(max((int)(center - support + 0.5), low), end - 1);
+        double center = span.from + ((span.mirror ? size - 1 - i : i) + 0.5) * span.scale;
+        int end = min((int)(center + span.support + 0.5), span.high);
+        int start = min(max((int)(center - span.support + 0.5), span.low), end - 1);
         float total = 0, *weight = whole, offset = (float)(start + 0.5 - center);
         int count = end - start;
         for (int k = 0; k < count; k++) {
-            whole[k] = filter_weight(filter, (offset + k) * inverse);
+            whole[k] = filter_weight(filter, (offset + k) * span.inverse);
             total += whole[k];
         }
         /* The box may be too thin for float32 weights. */
@@ -194,7 +120,7 @@ FOR_EVERY_CPU static void set_taps(Axis *axis, float *room, int size, int filter
             weight = half;
             /* Outside the plane its first and last pixel are repeated. */
             if (first < 0) half[1] += half[0], weight++, first++;
-            for (; last > extent - 1; last--) half[last - 1 - base] += half[last - base];
+            for (; last > span.extent - 1; last--) half[last - 1 - base] += half[last - base];
             start = first, count = last - first + 1;
         } else if (ratio > 1) {
             int first = start / ratio;
@@ -216,6 +142,8 @@ FOR_EVERY_CPU static void set_taps(Axis *axis, float *room, int size, int filter
         axis->start[i] = start, axis->count[i] = count;
     }
     find_inputs(axis, 0, size, &axis->low, &axis->high);
+    axis->most = 0;
+    for (int i = 0; i < size; i++) axis->most = max(axis->most, axis->count[i]);
 }
 
 /* to[i] = sum over k of weight[k * step] * input[k][i]; `taps` is a compile-time constant. */
@@ -256,12 +184,8 @@ INLINE void weigh(const int16_t *data, size_t step, const Axis *axis, int i, int
         for (int i = 0; i < groups * LANES; i++) to[i] = (int16_t)(2 * to[i]);
 }
 
-/* Transpose `rows` x `columns` int16, rounded up to multiples of 8 and of 16; both buffers have the
- * room. */
-typedef void Transpose(
-    const int16_t *from, size_t from_step, int16_t *to, size_t to_step, int rows, int columns);
-
-static void transpose_any(
+/* Transpose `rows` x `columns` int16, rounded up to multiples of 8; both buffers have the room. */
+static void transpose(
     const int16_t *from, size_t from_step, int16_t *to, size_t to_step, int rows, int columns) {
     for (int x = 0; x < columns; x += 8, from += 8, to += 8 * to_step)
         for (int y = 0; y < rows; y += 8) {
@@ -270,65 +194,6 @@ static void transpose_any(
             transpose8(m);
             for (int n = 0; n < 8; n++) memcpy(to + n * to_step + y, &m[n], 16);
         }
-}
-
-#if defined(X86)
-/* Two blocks of 8 x 8 side by side, each in its half of the vectors. Compilers do not find this. */
-AVX2 static void transpose_avx2(
-    const int16_t *from, size_t from_step, int16_t *to, size_t to_step, int rows, int columns) {
-    for (int x = 0; x < columns; x += 16, from += 16, to += 16 * to_step)
-        for (int y = 0; y < rows; y += 8) {
-            __m256i m[8];
-            for (int n = 0; n < 8; n++)
-                m[n] = _mm256_loadu_si256((const __m256i *)(from + (y + n) * from_step));
-            for (int round = 0; round < 3; round++) {
-                __m256i mixed[8];
-                for (int n = 0; n < 4; n++) {
-                    mixed[2 * n] = _mm256_unpacklo_epi16(m[n], m[n + 4]);
-                    mixed[2 * n + 1] = _mm256_unpackhi_epi16(m[n], m[n + 4]);
-                }
-                for (int n = 0; n < 8; n++) m[n] = mixed[n];
-            }
-            int16_t *upper = to + y, *lower = upper + 8 * to_step;
-            for (int n = 0; n < 8; n++, upper += to_step, lower += to_step)
-                _mm256_storeu2_m128i((__m128i *)lower, (__m128i *)upper, m[n]);
-        }
-}
-#endif
-
-static Transpose *transpose_half = transpose_any;
-
-__attribute__((constructor)) static void choose_transpose(void) {
-#if defined(X86)
-    __builtin_cpu_init();
-    if (HAS_AVX2) transpose_half = transpose_avx2;
-#endif
-}
-
-/* Outputs whose columns are resampled and transposed together. Their inputs and results stay in the
- * first-level cache, and each cache line of `middle` is written at once. */
-#define STRIP 32
-
-/* The horizontal half: resample rows `top` .. `top + rows` of the plane into `middle`, row-major
- * [rows][across]. `wide` has room for all columns of the plane as int16, `strip` for STRIP + 1. */
-FOR_EVERY_CPU static void shrink_columns(const Plane *plane, const Axis *axis, int size, int filter,
-    int top, int rows, int16_t *wide, int16_t *strip, int16_t *middle, size_t across) {
-    int groups = (rows + LANES - 1) / LANES;
-    size_t tall = (size_t)groups * LANES;
-    const uint8_t *data = plane->data + (top - plane->top);
-    for (int first = 0; first < size; first += STRIP) {
-        int outputs = min(size - first, STRIP), low, high;
-        find_inputs(axis, first, first + outputs, &low, &high);
-        for (int x = low; x < high; x++) {
-            const uint8_t *restrict from = data + (size_t)(x - plane->left) * plane->step;
-            int16_t *restrict to = wide + (x - low) * tall;
-            for (int y = 0; y < groups * LANES; y++) to[y] = (int16_t)(from[y] << 6);
-        }
-        for (int n = 0; n < outputs; n++)
-            weigh(wide + (axis->start[first + n] - low) * tall, tall, axis, first + n, filter,
-                groups, strip + n * tall, strip + STRIP * tall);
-        transpose_half(strip, tall, middle + first, across, outputs, rows);
-    }
 }
 
 /* Round a number with 6 fraction bits to a gray level. */
@@ -346,8 +211,10 @@ INLINE void levels(const int16_t *restrict from, int groups, uint8_t *restrict t
         for (int x = 0; x < LANES; x++) to[x] = level(from[x]);
 }
 
-/* Limit the overshoot of a cubic at edges: luma and both chromas together would not fit 16 bits
- * after the color matrix. 18,000 is level 281, and 18,000 + 1.772 * 8,192 < 32,768. */
+/* Limits of a cubic's overshoot at edges: luma and both chromas together would not fit 16 bits after
+ * the color matrix. 18,000 is level 281, and 18,000 + 1.772 * 8,192 < 32,768. */
+enum { LEAST_LUMA = -2048, MOST_LUMA = 18000, MOST_CHROMA = 16384 };
+
 INLINE void clamp(int16_t *restrict values, int16_t low, int16_t high, int groups) {
     for (int x = 0; x < groups * LANES; x++)
         values[x] = values[x] < low ? low : values[x] > high ? high : values[x];
@@ -403,9 +270,7 @@ INLINE void interleave(const uint8_t *restrict r, const uint8_t *restrict g,
 }
 
 /* Convert a row of Y, Cb and Cr to `width` pixels, RGBRGB... The inputs have whole groups. */
-typedef void WriteRow(const int16_t *const part[3], int width, uint8_t *pixels);
-
-FOR_EVERY_CPU static void write_any(const int16_t *const part[3], int width, uint8_t *pixels) {
+INLINE void write_row(const int16_t *const part[3], int width, uint8_t *pixels) {
     for (int x = 0; x < width; x += LANES, pixels += 3 * LANES) {
         uint8_t rgb[3][LANES];
         to_rgb(part[0] + x, part[1] + x, part[2] + x, rgb[0], rgb[1], rgb[2]);
@@ -413,14 +278,30 @@ FOR_EVERY_CPU static void write_any(const int16_t *const part[3], int width, uin
     }
 }
 
+/* Outputs whose columns are resampled and transposed together. Their inputs and results stay in the
+ * first-level cache, and each cache line of `middle` is written at once. */
+#define STRIP 32
+
+/* Taps of the functions below. Only crops of more than 4 times the output's size have more. */
+#define MOST_TAPS 8
+
+/* Resample `rows` of the columns `input` to `outputs` outputs from `first` on, row-major. Inputs are
+ * read up to the axis' largest count, where they are multiplied by zero. */
+typedef void ShrinkStrip(const int16_t *const input[STRIP], size_t tall, const Axis *axis,
+    int first, int outputs, int filter, int rows, int16_t *to, size_t across);
+
+/* Resample row i of pixels from rows `from` of Y, Cb and Cr, and convert its colors. */
+typedef void ShrinkRow(const int16_t *const from[3], size_t across, const Axis axis[3], int i,
+    int filter, int width, uint8_t *pixels);
+
 #if defined(X86)
 /* Define a function that does to_rgb in registers of type V, up to rounded numbers that are not
  * limited to 0 .. 255 yet: the instruction that packs them to bytes does that. */
 #define COLORS(name, target, V, mm) \
-    target INLINE void name(const int16_t *const part[3], size_t x, V rgb[3]) { \
-        V y = mm##_add_epi16(*(const V *)(part[0] + x), mm##_set1_epi16(32)); \
-        V b = mm##_sub_epi16(*(const V *)(part[1] + x), mm##_set1_epi16(128 << 6)); \
-        V r = mm##_sub_epi16(*(const V *)(part[2] + x), mm##_set1_epi16(128 << 6)); \
+    target INLINE void name(const V ycc[3], V rgb[3]) { \
+        V y = mm##_add_epi16(ycc[0], mm##_set1_epi16(32)); \
+        V b = mm##_sub_epi16(ycc[1], mm##_set1_epi16(128 << 6)); \
+        V r = mm##_sub_epi16(ycc[2], mm##_set1_epi16(128 << 6)); \
         V red = mm##_add_epi16(r, mm##_mulhrs_epi16(r, mm##_set1_epi16(RED))); \
         V green = mm##_add_epi16(mm##_mulhrs_epi16(b, mm##_set1_epi16(GREEN_BLUE)), \
             mm##_mulhrs_epi16(r, mm##_set1_epi16(GREEN_RED))); \
@@ -433,9 +314,21 @@ FOR_EVERY_CPU static void write_any(const int16_t *const part[3], int width, uin
 COLORS(colors_avx2, AVX2, __m256i_u, _mm256)
 COLORS(colors_avx512, AVX512, __m512i_u, _mm512)
 
-/* One shuffle moves the 16 bytes of a color to their places in all three vectors of 16 pixels.
- * With this and colors_avx2, resampling takes 67 instead of 74 us of a crop. */
-AVX2 static void write_avx2(const int16_t *const part[3], int width, uint8_t *pixels) {
+/* Store the 16 bytes of each row, `step` numbers apart. */
+AVX2 INLINE void store_rows_avx2(__m256i_u rows, int16_t *to, size_t step) {
+    _mm256_storeu2_m128i((__m128i *)(to + step), (__m128i *)to, rows);
+}
+
+AVX512 INLINE void store_rows_avx512(__m512i_u rows, int16_t *to, size_t step) {
+    _mm_storeu_si128((__m128i *)to, _mm512_castsi512_si128(rows));
+    _mm_storeu_si128((__m128i *)(to + step), _mm512_extracti32x4_epi32(rows, 1));
+    _mm_storeu_si128((__m128i *)(to + 2 * step), _mm512_extracti32x4_epi32(rows, 2));
+    _mm_storeu_si128((__m128i *)(to + 3 * step), _mm512_extracti32x4_epi32(rows, 3));
+}
+
+/* Store `count` of 32 pixels. One shuffle moves the 16 bytes of a color to their places in all three
+ * vectors of 16 pixels. */
+AVX2 INLINE void store_pixels_avx2(const __m256i_u colors[2][3], int count, uint8_t *pixels) {
 #define IN_HALVES(...) _mm256_broadcastsi128_si256(_mm_setr_epi8(__VA_ARGS__))
     const __m256i order[3] = {
         IN_HALVES(0, 11, 6, 1, 12, 7, 2, 13, 8, 3, 14, 9, 4, 15, 10, 5),
@@ -444,62 +337,100 @@ AVX2 static void write_avx2(const int16_t *const part[3], int width, uint8_t *pi
     };
     const __m256i second = IN_HALVES(0, -1, 0, 0, -1, 0, 0, -1, 0, 0, -1, 0, 0, -1, 0, 0);
     const __m256i third = IN_HALVES(0, 0, -1, 0, 0, -1, 0, 0, -1, 0, 0, -1, 0, 0, -1, 0);
-    for (int x = 0; x < width; x += 32, pixels += 96) {
-        __m256i_u one[3], two[3];
-        __m256i rgb[3];
-        colors_avx2(part, x, one), colors_avx2(part, x + 16, two);
-        for (int n = 0; n < 3; n++) {
-            __m256i packed = _mm256_packus_epi16(one[n], two[n]);
-            rgb[n] = _mm256_shuffle_epi8(_mm256_permute4x64_epi64(packed, 0xD8), order[n]);
-        }
-        uint8_t last[96], *to = width - x < 32 ? last : pixels;
-        for (int n = 0; n < 3; n++) {
-            /* 16 * n bytes come before vector n, so it begins with color n. */
-            __m256i mixed = _mm256_blendv_epi8(rgb[n], rgb[(n + 1) % 3], second);
-            mixed = _mm256_blendv_epi8(mixed, rgb[(n + 2) % 3], third);
-            _mm256_storeu2_m128i((__m128i *)(to + 48 + 16 * n), (__m128i *)(to + 16 * n), mixed);
-        }
-        if (to == last) memcpy(pixels, last, 3 * (size_t)(width - x));
+    __m256i rgb[3];
+    for (int n = 0; n < 3; n++) {
+        __m256i packed = _mm256_packus_epi16(colors[0][n], colors[1][n]);
+        rgb[n] = _mm256_shuffle_epi8(_mm256_permute4x64_epi64(packed, 0xD8), order[n]);
     }
+    uint8_t last[96], *to = count < 32 ? last : pixels;
+    for (int n = 0; n < 3; n++) {
+        /* 16 * n bytes come before vector n, so it begins with color n. */
+        __m256i mixed = _mm256_blendv_epi8(rgb[n], rgb[(n + 1) % 3], second);
+        mixed = _mm256_blendv_epi8(mixed, rgb[(n + 2) % 3], third);
+        _mm256_storeu2_m128i((__m128i *)(to + 48 + 16 * n), (__m128i *)(to + 16 * n), mixed);
+    }
+    if (to == last) memcpy(pixels, last, 3 * (size_t)count);
 }
 
-/* Where write_avx512 finds byte k of 32 pixels, color k % 3 of pixel k / 3: packing leaves 8 pixels
- * of red, then of green in each 16 bytes, and of blue in the other vector, whose bytes count from
- * 64. */
+/* Where store_pixels_avx512 finds byte k of 32 pixels, color k % 3 of pixel k / 3: packing leaves 8
+ * pixels of red, then of green in each 16 bytes, and of blue in the other vector, whose bytes count
+ * from 64. */
 static uint8_t packed_at[128];
 
-__attribute__((constructor)) static void fill_packed_at(void) {
-    for (int k = 0; k < 96; k++)
-        packed_at[k] = k / 24 * 16 + k / 3 % 8 + (k % 3 == 1 ? 8 : k % 3 == 2 ? 64 : 0);
+AVX512 INLINE void store_pixels_avx512(
+    const __m512i_u colors[1][3], int count, uint8_t *pixels) {
+    __m512i two = _mm512_packus_epi16(colors[0][0], colors[0][1]);
+    __m512i one = _mm512_packus_epi16(colors[0][2], colors[0][2]);
+    __m512i first = _mm512_permutex2var_epi8(two, _mm512_loadu_si512(packed_at), one);
+    __m512i rest = _mm512_permutex2var_epi8(two, _mm512_loadu_si512(packed_at + 64), one);
+    if (count == 32) {
+        _mm512_storeu_si512(pixels, first);
+        _mm256_storeu_si256((__m256i *)(pixels + 64), _mm512_castsi512_si256(rest));
+        return;
+    }
+    int bytes = 3 * count;
+    _mm512_mask_storeu_epi8(pixels, ~0ull >> (64 - min(bytes, 64)), first);
+    if (bytes > 64) _mm512_mask_storeu_epi8(pixels + 64, ~0ull >> (128 - bytes), rest);
 }
 
-/* One shuffle of two vectors finds the bytes of all colors: 60 instead of 67 us. */
-AVX512 static void write_avx512(const int16_t *const part[3], int width, uint8_t *pixels) {
-    const __m512i first = _mm512_loadu_si512(packed_at);
-    const __m512i rest = _mm512_loadu_si512(packed_at + 64);
-    for (int x = 0; x < width; x += 32, pixels += 96) {
-        __m512i_u rgb[3];
-        colors_avx512(part, x, rgb);
-        __m512i two = _mm512_packus_epi16(rgb[0], rgb[1]);
-        __m512i one = _mm512_packus_epi16(rgb[2], rgb[2]);
-        int bytes = 3 * min(width - x, 32);
-        _mm512_mask_storeu_epi8(
-            pixels, ~0ull >> (64 - min(bytes, 64)), _mm512_permutex2var_epi8(two, first, one));
-        if (bytes > 64)
-            _mm512_mask_storeu_epi8(
-                pixels + 64, ~0ull >> (128 - bytes), _mm512_permutex2var_epi8(two, rest, one));
-    }
-}
+#define VECTOR __m256i_u
+#define COUNT 16
+#define INLINED(type, name) AVX2 INLINE type name##_avx2
+#define DEFINE(type, name) AVX2 static type name##_avx2
+#define CALL(name) name##_avx2
+#define MM(operation) _mm256_##operation
+#include "resample8.h"
+
+#define VECTOR __m512i_u
+#define COUNT 32
+#define INLINED(type, name) AVX512 INLINE type name##_avx512
+#define DEFINE(type, name) AVX512 static type name##_avx512
+#define CALL(name) name##_avx512
+#define MM(operation) _mm512_##operation
+#include "resample8.h"
 #endif
 
-static WriteRow *write_row = write_any;
+static ShrinkStrip *shrink_strip;
+static ShrinkRow *shrink_row;
 
-__attribute__((constructor)) static void choose_write(void) {
+__attribute__((constructor)) static void choose_shrink(void) {
 #if defined(X86)
     __builtin_cpu_init();
-    if (HAS_AVX2) write_row = write_avx2;
-    if (HAS_AVX512) write_row = write_avx512;
+    if (HAS_AVX2) set_eight_taps = set_eight_taps_avx2;
+    if (HAS_AVX2) shrink_strip = shrink_strip_avx2, shrink_row = shrink_row_avx2;
+    if (HAS_AVX512) shrink_strip = shrink_strip_avx512, shrink_row = shrink_row_avx512;
+    for (int k = 0; k < 96; k++)
+        packed_at[k] = k / 24 * 16 + k / 3 % 8 + (k % 3 == 1 ? 8 : k % 3 == 2 ? 64 : 0);
 #endif
+}
+
+/* The horizontal half: resample rows `top` .. `top + rows` of the plane into `middle`, row-major
+ * [rows][across]. `wide` has room for all columns of the plane as int16, `strip` for STRIP + 1. */
+FOR_EVERY_CPU static void shrink_columns(const Plane *plane, const Axis *axis, int size, int filter,
+    int top, int rows, int16_t *wide, int16_t *strip, int16_t *middle, size_t across) {
+    int groups = (rows + LANES - 1) / LANES;
+    size_t tall = (size_t)groups * LANES;
+    const uint8_t *data = plane->data + (top - plane->top);
+    for (int first = 0; first < size; first += STRIP) {
+        int outputs = min(size - first, STRIP), low, high;
+        find_inputs(axis, first, first + outputs, &low, &high);
+        for (int x = low; x < high; x++) {
+            const uint8_t *restrict from = data + (size_t)(x - plane->left) * plane->step;
+            int16_t *restrict to = wide + (x - low) * tall;
+            for (int y = 0; y < groups * LANES; y++) to[y] = (int16_t)(from[y] << 6);
+        }
+        if (shrink_strip && axis->most <= MOST_TAPS) {
+            const int16_t *input[STRIP];
+            for (int n = 0; n < STRIP; n++)
+                input[n] = wide + (axis->start[first + min(n, outputs - 1)] - low) * tall;
+            shrink_strip(input, tall, axis, first, outputs, filter, rows, middle + first, across);
+            continue;
+        }
+        for (int n = 0; n < outputs; n++)
+            weigh(wide + (axis->start[first + n] - low) * tall, tall, axis, first + n, filter,
+                groups, strip + n * tall, strip + STRIP * tall);
+        transpose(strip, tall, middle + first, across, outputs, rows);
+    }
 }
 
 /* The vertical half and the colors of all output rows. `row` has room for 6 * across numbers. */
@@ -507,17 +438,24 @@ FOR_EVERY_CPU static void shrink_rows(int16_t *const middle[3], const Axis axis[
     int planes, int ycc, int filter, int height, int width, size_t across, int16_t *row,
     uint8_t *pixels) {
     int16_t *const part[3] = {row, row + across, row + 2 * across}, *more = row + 3 * across;
-    int groups = (int)(across / LANES);
+    int groups = (int)(across / LANES), colors = ycc && planes == 3;
+    int few = colors && max(axis[0].most, max(axis[1].most, axis[2].most)) <= MOST_TAPS;
     uint8_t *red = (uint8_t *)(row + 4 * across), *green = red + across, *blue = green + across;
     for (int i = 0; i < height; i++, pixels += 3 * (size_t)width) {
+        const int16_t *from[3];
         for (int n = 0; n < planes; n++)
-            weigh(middle[n] + (axis[n].start[i] - axis[n].low) * across, across, &axis[n], i,
-                filter, groups, part[n], more);
-        if (ycc && planes == 3 && filter == BICUBIC) {
-            clamp(part[0], -2048, 18000, groups);
-            clamp(part[1], 0, 16384, groups), clamp(part[2], 0, 16384, groups);
+            from[n] = middle[n] + (axis[n].start[i] - axis[n].low) * across;
+        if (few && shrink_row) {
+            shrink_row(from, across, axis, i, filter, width, pixels);
+            continue;
         }
-        if (ycc && planes == 3) {
+        for (int n = 0; n < planes; n++)
+            weigh(from[n], across, &axis[n], i, filter, groups, part[n], more);
+        if (colors && filter == BICUBIC) {
+            clamp(part[0], LEAST_LUMA, MOST_LUMA, groups);
+            clamp(part[1], 0, MOST_CHROMA, groups), clamp(part[2], 0, MOST_CHROMA, groups);
+        }
+        if (colors) {
             write_row((const int16_t *const *)part, width, pixels);
             continue;
         }
@@ -562,10 +500,15 @@ int resample(const Batch *batch, int index, Scratch *scratch, const Picture *pic
         if (n && ratio_x == plane[-1].ratio_x && ratio_y == plane[-1].ratio_y) {
             *right = right[-1], *down = down[-1];
         } else {
-            set_taps(right, dense, width, filter, left, wide, low_x, high_x, sample->flip, ratio_x,
-                smooth_x, plane->extent_x);
-            set_taps(down, dense, height, filter, top, tall, low_y, high_y, 0, ratio_y, smooth_y,
-                plane->extent_y);
+            set_taps(right, dense, (Span){
+                .size = width, .filter = filter, .mirror = sample->flip, .low = low_x,
+                .high = high_x, .ratio = ratio_x, .smooth = smooth_x, .extent = plane->extent_x,
+                .from = left, .scale = wide / width,
+            });
+            set_taps(down, dense, (Span){
+                .size = height, .filter = filter, .low = low_y, .high = high_y, .ratio = ratio_y,
+                .smooth = smooth_y, .extent = plane->extent_y, .from = top, .scale = tall / height,
+            });
         }
         if (right->low < plane->left || right->high > plane->left + plane->width
             || down->low < plane->top || down->high > plane->top + plane->height)
@@ -575,10 +518,12 @@ int resample(const Batch *batch, int index, Scratch *scratch, const Picture *pic
         middle_room += rows * across;
     }
     size_t strip_room = (STRIP + 1) * (size_t)most, column_room = columns * (size_t)most;
-    size_t total = (middle_room + strip_room + column_room + 6 * across) * sizeof(int16_t);
-    if (!GROW(scratch, middle, total)) return NO_MEMORY;
-    int16_t *strip = scratch->middle, *row = strip + strip_room, *column = row + 6 * across;
-    int16_t *middle[3], *next = column + column_room;
+    /* Behind the last plane too there are rows and columns to multiply by zero. */
+    size_t zeros = MOST_TAPS * across, tap_columns = MOST_TAPS * (size_t)most;
+    size_t total = middle_room + zeros + strip_room + column_room + tap_columns + 6 * across;
+    if (!GROW(scratch, middle, total * sizeof(int16_t) + ALIGNED)) return NO_MEMORY;
+    int16_t *strip = (int16_t *)ROUND_UP((uintptr_t)scratch->middle, ALIGNED), *row = strip + strip_room, *column = row + 6 * across;
+    int16_t *middle[3], *next = column + column_room + tap_columns;
     for (int n = 0; n < picture->planes; n++) {
         const Axis *down = &axis[1][n];
         int rows = down->high - down->low;

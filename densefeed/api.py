@@ -105,6 +105,8 @@ def open_loader(
     unknown option or `score_maps` without `train`.
     """
     # `path` and `train` stand for the first two; the last is for train.py, which holds the maps.
+    if isinstance(options.get("cache"), str):
+        options["cache"] = Path(options["cache"])
     if foreign := {"data", "val", "maps_on_device"} & options.keys():
         raise TypeError(f"open_loader has no option {min(foreign)!r}")
     check_type("train", bool, train)

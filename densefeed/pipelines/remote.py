@@ -131,15 +131,12 @@ class RemoteSource(FfcvSource):
         # Ranks wait for each other in every step, so the batches in flight of all must fit.
         fit = self._cache.capacity // max(1, self._cache.room(plan.batch)) - IN_FLIGHT
         if fit < 1:
-            raise self._explain_capacity((IN_FLIGHT + 1) * self._cache.room(plan.batch))
+            least = (IN_FLIGHT + 1) * self._cache.room(plan.batch)
+            raise UserError(
+                f"--cache-bytes {self._cache.capacity:,} holds less than the batches in flight; "
+                f"give at least {least:,}, or a smaller --batch"
+            )
         return min(ahead, fit)
-
-    def _explain_capacity(self, least: int) -> UserError:
-        """Return the error of a copy that cannot hold `least` bytes."""
-        return UserError(
-            f"--cache-bytes {self._cache.capacity:,} holds less than the batches in flight; give "
-            f"at least {least:,}, or a smaller --batch"
-        )
 
     def _next_use(self, plan: EpochPlan, step: int) -> NextUse:
         """Return the function of samples that returns their next use after a batch, int64."""
@@ -155,7 +152,10 @@ class RemoteSource(FfcvSource):
     def _request(self, ids: np.ndarray, next_use: NextUse) -> _Held:
         """Pin samples and start to fetch those that are not here."""
         if self._cache.is_bounded and (least := self._cache.room(len(ids))) > self._cache.capacity:
-            raise self._explain_capacity(least)
+            raise UserError(
+                f"--cache-bytes {self._cache.capacity:,} holds less than {len(ids):,} images, "
+                f"which are read at once; give several times {least:,}"
+            )
         until = time.monotonic() + PATIENCE
         while (found := self._cache.hold(ids, next_use)) is None:
             # Other ranks that are ahead, or other runs.

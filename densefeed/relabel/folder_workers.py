@@ -21,7 +21,7 @@ from densefeed.storage.shard_plan import (
     SHARDS,
     PlannedShard,
     complete,
-    forget_lost_shards,
+    drop_damaged_shards,
 )
 from densefeed.system.errors import UserError
 from densefeed.system.leases import LEASE_SECONDS, Lease
@@ -54,6 +54,9 @@ def join_folders(
     plan.load(objects, sorted(int(Path(name).stem) for name in objects.list(FOLDERS)))
     with objects.make_parts() as parts:
         FolderWorker(work, objects, plan, parts, seconds).run()
+        # Only now the shards of all folders are known.
+        while not drop_damaged_shards(objects, plan.shards):
+            FolderWorker(work, objects, plan, parts, seconds).run()
     return complete(objects, plan)
 
 
@@ -74,7 +77,6 @@ class FolderWorker(Worker):
 
     def run(self) -> None:
         """Label shards until none is left."""
-        self.forget_lost()
         # Workers that start together begin with different folders.
         order = random.sample(range(len(self.plan.parts)), len(self.plan.parts))
         with tally(WORK, None, self.count_done()) as update:
@@ -84,13 +86,6 @@ class FolderWorker(Worker):
                     time.sleep(min(self.objects.poll_seconds, self.seconds / 4))
         for fault in self.faults.values():
             raise fault
-
-    def forget_lost(self) -> None:
-        """Look for finished shards, and forget those whose files are gone."""
-        there = self.objects.list(SHARDS)
-        files = {name.partition("-")[0] for name in there if name.endswith(".h5")}
-        records = {name.partition(".")[0] for name in there if name.endswith(".json")}
-        forget_lost_shards(self.objects, sorted(records - files))
 
     def look(self) -> None:
         """List the finished shards, unless that was done a short time ago."""

@@ -19,7 +19,7 @@ from densefeed.storage.shard_plan import (
     Plan,
     PlannedShard,
     complete,
-    forget_lost_shards,
+    drop_damaged_shards,
     plan_shards,
     publish,
     record_key,
@@ -51,7 +51,7 @@ def join_workers(
     """
     objects, plan = open_objects(out), plan_shards(work.images, work.header, shard_images)
     share_plan(objects, plan)
-    forget_lost_shards(objects, [shard.name for shard in plan.shards])
+    drop_damaged_shards(objects, plan.shards)
     with objects.make_parts() as parts:
         Worker(work, objects, plan, parts, seconds).run()
     return complete(objects, plan)

@@ -19,7 +19,7 @@ from densefeed.storage.store_folder import (
     read_manifest,
 )
 from densefeed.system.errors import UserError
-from densefeed.system.files import replace_file
+from densefeed.system.files import make_folder, replace_file
 from densefeed.system.json_files import parse_json
 from densefeed.system.object_store import ObjectStore, ObjectURL, StorageError
 from densefeed.system.progress import bar
@@ -38,6 +38,7 @@ def fetch(url: ObjectURL, out: Path) -> ScoreMapStore:
     objects = ObjectStore(url)
     manifest = read_remote_manifest(objects)
     check_copy(out, manifest)
+    make_folder(out)
     missing = [shard for shard in manifest.shards if find_size(out / shard.file) != shard.bytes]
 
     def copy(shard: StoredShard) -> None:

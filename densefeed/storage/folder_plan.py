@@ -65,6 +65,10 @@ class FoldersPlan:
         plan = {"header": header, "shard_images": self.shard_images, "folders": len(self.parts)}
         return json.dumps(plan).encode()
 
+    def list_parts(self) -> list[str]:
+        """List the files of the plan that a finished store has no more."""
+        return [folder_key(number) for number in range(len(self.parts))]
+
     def encode_folder(self, number: int) -> bytes:
         """Encode the plan of a folder."""
         rows = [[s.name, len(s.rows), s.header.fingerprint] for s in self.parts[number]]

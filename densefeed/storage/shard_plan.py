@@ -90,6 +90,10 @@ class Plan(NamedTuple):
         """Whether the store still has this plan."""
         return objects.read(PLAN) == self.to_json()
 
+    def list_parts(self) -> list[str]:
+        """List the files of the plan that a finished store has no more."""
+        return []
+
 
 class AnyPlan(Protocol):
     """What the end of a labeling needs: a Plan, or a FoldersPlan (folder_plan.py)."""
@@ -99,6 +103,9 @@ class AnyPlan(Protocol):
 
     def is_stored(self, objects: Objects) -> bool:
         """Whether no other worker has replaced the plan."""
+
+    def list_parts(self) -> list[str]:
+        """List the files of the plan that a finished store has no more."""
 
 
 class StoredPlan(NamedTuple):
@@ -255,30 +262,46 @@ def share_plan(objects: Objects, plan: Plan) -> None:
     if len(new) == len(plan.shards) and any(f"{name}.json" in there for name in theirs.shards):
         raise UserError(f"{out} was started for another dataset; remove it or choose another --out")
     same = not new and len(plan.shards) == len(theirs.shards)
-    if same and plan.header != theirs.header:
-        forget_changed_shards(objects, plan, theirs)
-    objects.replace(PLAN, plan.to_json())
-    if not same:
-        print(f"{out}: images have changed, {len(new):,} of {len(plan.shards):,} shards are new")
-
-
-def forget_changed_shards(objects: Objects, plan: Plan, theirs: StoredPlan) -> None:
-    """Remove the shards of images that have another size than in an earlier plan.
-
-    Raises UserError if these are not known, and shards are finished.
-    """
-    changed = {row for row, size in plan.sizes.items() if theirs.sizes.get(row, size) != size}
-    shards = [s.name for s in plan.shards if not changed.isdisjoint(s.rows)]
-    there, out = objects.list(SHARDS), objects.root
-    if not shards and any(f"{shard.name}.json" in there for shard in plan.shards):
+    changed = find_changed_shards(plan, theirs)
+    if (
+        same
+        and plan.header != theirs.header
+        and not changed
+        and any(f"{name}.json" in there for name in theirs.shards)
+    ):
         raise UserError(
             f"an image has another size than when {out} was labeled, and its shard is not known; "
             f"name all images that were replaced, `python tools/score_maps.py redo {out} "
             "cat/001.jpg`, and run the command again"
         )
-    for name in shards:
+    for name in changed:
         remove_shard(objects, name, there)
         print(f"shard {name} has an image of another size than before; it is labeled again")
+    objects.replace(PLAN, plan.to_json())
+    if not same:
+        print(f"{out}: images have changed, {len(new):,} of {len(plan.shards):,} shards are new")
+
+
+def find_changed_shards(plan: Plan, theirs: StoredPlan) -> list[str]:
+    """Return the shards of both plans of which an image has two sizes, where both have sampled it.
+
+    Images are compared by their places in a shard: rows before it may have been added or removed.
+    """
+    mine = locate_sizes({shard.name: len(shard.rows) for shard in plan.shards}, plan.sizes)
+    before = locate_sizes(theirs.shards, theirs.sizes)
+    return sorted({at[0] for at in mine.keys() & before.keys() if mine[at] != before[at]})
+
+
+def locate_sizes(shards: dict[str, int], sizes: FileSizes) -> dict[tuple[str, int], int | None]:
+    """Key the sizes of rows by the shard and the place in it; `shards` are the rows of each."""
+    names, ends = list(shards), np.cumsum(list(shards.values()))
+    found = {}
+    for row, size in sizes.items():
+        number = int(np.searchsorted(ends, row, side="right"))
+        if number < len(names):
+            first = int(ends[number]) - shards[names[number]]
+            found[names[number], row - first] = size
+    return found
 
 
 def remove_shard(objects: Objects, name: str, there: Iterable[str]) -> None:
@@ -325,14 +348,22 @@ def read_record(objects: Objects, name: str) -> StoredShard | None:
     raise UserError(f"{objects.root / record_key(name)} is damaged; run the labeling again")
 
 
-def decode_record(name: str, content: bytes) -> StoredShard | None:
-    """Decode the record of this shard; None if it is damaged."""
+def decode_record(
+    name: str, content: bytes, shard: PlannedShard | None = None
+) -> StoredShard | None:
+    """Decode the record of this shard; None if it is damaged, or has not what `shard` has."""
     try:
         values = parse_json(content)
     except ValueError:
         return None
-    record = StoredShard(**values) if is_shard(values) else None
-    return record if record and record.name == name else None
+    if not is_shard(values):
+        return None
+    record = StoredShard(**values)
+    if record.file != f"{SHARDS}/{name}-{record.sha256[:DIGITS]}.h5":
+        return None
+    if shard and (record.rows, record.fingerprint) != (len(shard.rows), shard.header.fingerprint):
+        return None
+    return record
 
 
 def publish(objects: Objects, shard: PlannedShard, path: Path) -> bool:
@@ -354,25 +385,30 @@ def publish(objects: Objects, shard: PlannedShard, path: Path) -> bool:
     return False
 
 
-def forget_lost_shards(objects: Objects, names: Iterable[str]) -> None:
-    """Remove what is left of damaged shards, so that they are labeled again.
+def drop_damaged_shards(objects: Objects, shards: list[PlannedShard]) -> bool:
+    """Remove finished shards that are damaged, so that they are labeled again.
 
-    These are shards whose records are damaged, and those whose files are gone or cut.
+    Their files are gone or cut, or their records are damaged or of other images. Returns whether
+    all shards are finished and sound.
     """
-    there = objects.list(SHARDS)
-    for name in names:
-        content = objects.read(record_key(name)) if f"{name}.json" in there else None
+    there = objects.sizes(SHARDS)
+    finished = [shard for shard in shards if f"{shard.name}.json" in there]
+    contents = read_all(objects, [record_key(shard.name) for shard in finished])
+    sound = 0
+    for shard, content in zip(finished, contents, strict=True):
         if content is None:
             continue
-        record, path = decode_record(name, content), objects.root / record_key(name)
-        if record:
-            if objects.size(record.file) == record.bytes:
-                continue
-            path = objects.root / record.file
-        remove_shard(objects, name, there)
-        fault = "is missing or was cut" if record else "is damaged"
-        count = f"its {record.rows:,}" if record else "the shard's"
-        print(f"{path} {fault}; {count} images are labeled again")
+        fault, path = "is damaged", objects.root / record_key(shard.name)
+        if record := decode_record(shard.name, content, shard):
+            fault, path = "is missing or was cut", objects.root / record.file
+        # A list may be of before the file was published.
+        if record and record.bytes in (there.get(path.name), objects.size(record.file)):
+            sound += 1
+        # Another worker may have labeled it again since.
+        elif objects.read(record_key(shard.name)) == content:
+            remove_shard(objects, shard.name, there)
+            print(f"{path} {fault}; {len(shard.rows):,} images are labeled again")
+    return sound == len(shards)
 
 
 def redo_images(folder: Location, images: tuple[str, ...], /) -> None:
@@ -423,12 +459,14 @@ def complete(objects: Objects, plan: AnyPlan) -> ScoreMapStore | None:
     names = [shard.name for shard in plan.shards]
     contents = read_all(objects, [record_key(name) for name in names])
     pairs = zip(names, contents, strict=True)
-    records = [None if content is None else decode_record(name, content) for name, content in pairs]
-    if None in records:
-        forget_lost_shards(objects, [n for n, r in zip(names, records, strict=True) if r is None])
+    records = [content and decode_record(name, content) for name, content in pairs]
+    if not all(records):
         raise UserError(f"shards of {objects.root} were removed or damaged; run it again")
     content = Manifest(plan.header, tuple(records)).to_json()
-    # Before the manifest: with them the next run would not look for changed images.
+    # Before the manifest: with them the next run would not look for changed images. By their names
+    # first, because a list may be of before.
+    for name in plan.list_parts():
+        objects.remove(name)
     objects.remove_all(FOLDERS)
     first = objects.read(MANIFEST) != content
     if first:

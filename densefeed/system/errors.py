@@ -31,6 +31,9 @@ REMEDIES = {
     errno.EMFILE: "too many open files; raise the limit with `ulimit -n 4096`",
 }
 
+# What is left of a URL of object storage that was read as a path.
+COLLAPSED_URL = re.compile(r"(s3|gs|az):/(?=[^/])")
+
 # PyTorch's CPU allocator raises a plain RuntimeError with one of the first two, by system. The last
 # is of tensors whose number of bytes has more than 64 bits.
 NO_MEMORY = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed")
@@ -116,6 +119,9 @@ def explain_os_error(error: OSError) -> str:
     if not (number or error.filename):
         found = (n for n in REMEDIES if f"errno = {n}," in text or os.strerror(n) in text)
         number = next(found, None)
+    if number == errno.ENOENT and COLLAPSED_URL.match(str(error.filename)):
+        url = COLLAPSED_URL.sub(r"\1://", str(error.filename))
+        return f"{url} is in object storage, which is not read here; copy it to a local disk"
     if number in REMEDIES:
         return f"{error.filename or text}: {REMEDIES[number]}"
     return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else text

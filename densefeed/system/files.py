@@ -16,7 +16,7 @@ from io import SEEK_CUR, SEEK_END, SEEK_SET, BufferedReader, RawIOBase, TextIOWr
 from pathlib import Path
 from typing import BinaryIO
 
-from densefeed.system.errors import REMEDIES, BusyError, UserError, explain_os_error
+from densefeed.system.errors import COLLAPSED_URL, REMEDIES, BusyError, UserError, explain_os_error
 
 # Bytes written at once where no system call reserves space.
 RESERVE_BYTES = 2**24
@@ -36,8 +36,6 @@ SPARE_FILES = 512
 MOST_PATH, MOST_NAME = 4095, 255
 # Bytes of a line of a list: more than a path has.
 MOST_LINE = 16_384
-# What is left of a URL of object storage that was read as a path.
-COLLAPSED_URL = re.compile(r"(s3|gs|az):/(?=[^/])")
 
 
 class SizedReader(RawIOBase):
@@ -445,10 +443,11 @@ def make_folder(folder: Path) -> None:
     UserError for a URL of object storage that was read as a path: what is written would be lost
     with the machine.
     """
-    if url := COLLAPSED_URL.match(str(folder)):
+    if COLLAPSED_URL.match(str(folder)):
+        url = COLLAPSED_URL.sub(r"\1://", str(folder))
         raise UserError(
-            f"{url[1]}://{str(folder)[url.end() :]} is in object storage, where only score "
-            "maps are written; give a local path, and copy the result"
+            f"{url} is in object storage, and this is written to a disk; give a local path, and "
+            "copy the result"
         )
     if folder.is_dir():
         return

@@ -86,6 +86,16 @@ class ObjectFolder:
                     times[entry.name] = entry.stat().st_mtime
         return times
 
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Return the bytes of the files of a folder by name."""
+        sizes = {}
+        with suppress(FileNotFoundError), os.scandir(self.root / folder) as entries:
+            for entry in entries:
+                # It may be removed in the meantime.
+                with suppress(FileNotFoundError):
+                    sizes[entry.name] = entry.stat().st_size
+        return sizes
+
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
         (self.root / name).unlink(missing_ok=True)

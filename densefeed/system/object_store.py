@@ -22,8 +22,8 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from densefeed.system.errors import UserError
-from densefeed.system.files import COLLAPSED_URL, scratch_folder
+from densefeed.system.errors import COLLAPSED_URL, UserError
+from densefeed.system.files import scratch_folder
 
 Result = TypeVar("Result")
 
@@ -348,15 +348,13 @@ class ObjectStore:
 
     def list(self, folder: str) -> dict[str, float]:
         """Return the objects of a folder: the time of their last change by name, seconds."""
-        import obstore
+        found = list_folder(self.root / folder)[0]
+        return {o["path"].rpartition("/")[2]: o["last_modified"].timestamp() for o in found}
 
-        def find() -> dict[str, float]:
-            with name_storage_errors(url):
-                found = obstore.list_with_delimiter(connect(url), url.key)["objects"]
-            return {o["path"].rpartition("/")[2]: o["last_modified"].timestamp() for o in found}
-
-        url = self.root / folder
-        return attempt(find)
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Return the bytes of the objects of a folder by name."""
+        found = list_folder(self.root / folder)[0]
+        return {o["path"].rpartition("/")[2]: o["size"] for o in found}
 
     def remove(self, name: str) -> None:
         """Remove an object, if it is there."""

@@ -359,6 +359,17 @@ def test_a_replaced_image_is_found_by_the_sizes_in_the_plan(many, tmp_path, fini
     assert files(out) == files(fresh.path)
 
 
+def test_a_replaced_image_is_found_beside_a_removed_one(many, tmp_path):
+    """The rows of all later images differ then."""
+    folder, out = shutil.copytree(many, tmp_path / "images"), tmp_path / "maps"
+    join(folder, out)
+    images = Images(folder)
+    (folder / images.paths[0]).unlink()
+    Image.new("RGB", (70, 50), (200, 10, 10)).save(folder / images.paths[60], quality=30)
+    join(folder, out)
+    assert files(out) == files(join(folder, tmp_path / "fresh").path)
+
+
 def test_a_replaced_image_of_an_unknown_shard_is_not_passed_over(many, tmp_path):
     """A plan without sizes does not show it."""
     folder, out = shutil.copytree(many, tmp_path / "images"), tmp_path / "maps"
@@ -417,14 +428,19 @@ def test_a_shard_that_is_gone_or_cut_is_labeled_again(many, whole, tmp_path, cap
     assert files(out) == files(whole)
 
 
-@pytest.mark.parametrize("damage", ["empty", "cut", "that of another shard"])
+@pytest.mark.parametrize("damage", ["empty", "cut", "that of another shard", "rows", "sha256"])
 def test_a_damaged_record_is_labeled_again(many, whole, tmp_path, capsys, damage):
     out = shutil.copytree(whole, tmp_path / "maps")
     one, other = sorted((out / SHARDS).glob("*.json"))[:2]
-    damaged = {"empty": b"", "cut": one.read_bytes()[:40]}
+    record = json.loads(one.read_bytes())
+    changed = {"rows": record["rows"] + 1, "sha256": "0" * 64}
+    damaged = {"empty": b"", "cut": one.read_bytes()[:40]} | {
+        name: json.dumps(record | {name: value}).encode() for name, value in changed.items()
+    }
     one.write_bytes(damaged.get(damage, other.read_bytes()))
     join(many, out)
-    assert f"{one.name} is damaged; the shard's images are labeled again" in capsys.readouterr().out
+    said = f"{one.name} is damaged; {record['rows']} images are labeled again"
+    assert said in capsys.readouterr().out
     assert files(out) == files(whole)
 
 

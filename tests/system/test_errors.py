@@ -202,3 +202,10 @@ def test_other_errors_of_a_command_keep_their_traceback():
 
     with pytest.raises(RuntimeError, match="no kernel image"):
         errors.run(fail)
+
+
+def test_a_url_that_was_read_as_a_path_is_not_said_to_be_missing():
+    with pytest.raises(OSError, match="No such file") as raised:
+        Path("s3://bucket/weights.pt").read_bytes()
+    said = errors.explain_os_error(raised.value)
+    assert said.startswith("s3://bucket/weights.pt is in object storage, which is not read here")

@@ -12,7 +12,7 @@ import pytest
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.recipes import micro as recipes
 from densefeed.storage.geometry import crop_views
-from densefeed.system.errors import UserError
+from densefeed.system.errors import UserError, explain_os_error
 from densefeed.system.options import with_options
 from densefeed.tools.report import (
     LONGEST_LOG,
@@ -74,6 +74,9 @@ def test_a_box_in_a_rotated_crop_is_the_box_around_its_corners():
 def test_a_folder_that_is_not_a_run_folder_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"is not a run folder \(config.json is missing\)"):
         read_run(tmp_path)
+    with pytest.raises(FileNotFoundError) as raised:
+        read_run(Path("s3://bucket/run"))
+    assert "is in object storage" in explain_os_error(raised.value)
 
 
 def test_runs_are_compared_by_the_options_that_differ(tmp_path):

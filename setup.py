@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -79,8 +80,8 @@ setup(
         Extension(
             "densefeed.native.libdensefeed",
             sources=[f"{NATIVE}/{source}.c" for source in SOURCES],
-            # A change of the header alone must build the library again.
-            depends=[f"{NATIVE}/native.h", f"{NATIVE}/idct8.h", f"{NATIVE}/resample8.h"],
+            # A change of a header alone must build the library again.
+            depends=sorted(map(str, Path(NATIVE).glob("*.h"))),
             libraries=["jpeg", "m", "pthread"],
             extra_compile_args=[*compile_flags(), *headers],
             extra_link_args=folders,

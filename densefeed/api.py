@@ -83,6 +83,7 @@ def open_loader(
     size: int = 224,
     seed: int = 0,
     score_maps: str | Path | None = None,
+    cache: str | Path | None = None,
     train: bool = True,
     rank: int = 0,
     ranks: int = 1,
@@ -97,6 +98,7 @@ def open_loader(
         size: side of the crops, pixels.
         seed: key of every random draw.
         score_maps: HDF5 file of score maps, for data that carries none.
+        cache: folder of the local copies of data in object storage.
         train: random-resized crops in random order; else center crops, each image once, in order.
         rank, ranks: this process and the number of processes, which share every batch.
         options: other options of the section `data`, e.g. threads, crop_scale, hflip, loader.
@@ -105,8 +107,6 @@ def open_loader(
     unknown option or `score_maps` without `train`.
     """
     # `path` and `train` stand for the first two; the last is for train.py, which holds the maps.
-    if isinstance(options.get("cache"), str):
-        options["cache"] = Path(options["cache"])
     if foreign := {"data", "val", "maps_on_device"} & options.keys():
         raise TypeError(f"open_loader has no option {min(foreign)!r}")
     check_type("train", bool, train)
@@ -120,6 +120,7 @@ def open_loader(
         size=size,
         loader="folder" if isinstance(place, Path) and place.is_dir() else "ffcv",
         score_maps=Path(score_maps) if score_maps else None,
+        cache=Path(cache) if cache else None,
     )
     mode = "train" if train else "evaluate"
     return Loader(

@@ -54,8 +54,9 @@ def join_folders(
     plan.load(objects, sorted(int(Path(name).stem) for name in objects.list(FOLDERS)))
     with objects.make_parts() as parts:
         FolderWorker(work, objects, plan, parts, seconds).run()
-        # Only now the shards of all folders are known.
-        while not drop_damaged_shards(objects, plan.shards):
+        # Only now the shards of all folders are known. Once: with the plan of before, shards that
+        # another worker has removed would be labeled without end.
+        if not drop_damaged_shards(objects, plan.shards):
             FolderWorker(work, objects, plan, parts, seconds).run()
     return complete(objects, plan)
 

@@ -263,6 +263,7 @@ def share_plan(objects: Objects, plan: Plan) -> None:
         raise UserError(f"{out} was started for another dataset; remove it or choose another --out")
     same = not new and len(plan.shards) == len(theirs.shards)
     changed = find_changed_shards(plan, theirs)
+    # A plan without sizes does not tell which.
     if (
         same
         and plan.header != theirs.header
@@ -348,10 +349,8 @@ def read_record(objects: Objects, name: str) -> StoredShard | None:
     raise UserError(f"{objects.root / record_key(name)} is damaged; run the labeling again")
 
 
-def decode_record(
-    name: str, content: bytes, shard: PlannedShard | None = None
-) -> StoredShard | None:
-    """Decode the record of this shard; None if it is damaged, or has not what `shard` has."""
+def decode_record(name: str, content: bytes) -> StoredShard | None:
+    """Decode the record of this shard; None if it is damaged."""
     try:
         values = parse_json(content)
     except ValueError:
@@ -359,11 +358,7 @@ def decode_record(
     if not is_shard(values):
         return None
     record = StoredShard(**values)
-    if record.file != f"{SHARDS}/{name}-{record.sha256[:DIGITS]}.h5":
-        return None
-    if shard and (record.rows, record.fingerprint) != (len(shard.rows), shard.header.fingerprint):
-        return None
-    return record
+    return record if record.file == f"{SHARDS}/{name}-{record.sha256[:DIGITS]}.h5" else None
 
 
 def publish(objects: Objects, shard: PlannedShard, path: Path) -> bool:
@@ -399,13 +394,16 @@ def drop_damaged_shards(objects: Objects, shards: list[PlannedShard]) -> bool:
         if content is None:
             continue
         fault, path = "is damaged", objects.root / record_key(shard.name)
-        if record := decode_record(shard.name, content, shard):
+        record = decode_record(shard.name, content)
+        planned = len(shard.rows), shard.header.fingerprint
+        if record and (record.rows, record.fingerprint) == planned:
             fault, path = "is missing or was cut", objects.root / record.file
-        # A list may be of before the file was published.
-        if record and record.bytes in (there.get(path.name), objects.size(record.file)):
-            sound += 1
+            # A list may be of before the file was published.
+            if record.bytes == there.get(path.name) or record.bytes == objects.size(record.file):
+                sound += 1
+                continue
         # Another worker may have labeled it again since.
-        elif objects.read(record_key(shard.name)) == content:
+        if objects.read(record_key(shard.name)) == content:
             remove_shard(objects, shard.name, there)
             print(f"{path} {fault}; {len(shard.rows):,} images are labeled again")
     return sound == len(shards)

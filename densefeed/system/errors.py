@@ -105,6 +105,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+def restore_url(path: str | Path) -> str | None:
+    """Return the URL of object storage that was read as a path, which collapses its slashes."""
+    text = str(path)
+    return COLLAPSED_URL.sub(r"\1://", text) if COLLAPSED_URL.match(text) else None
+
+
 def explain_os_error(error: OSError) -> str:
     """Describe an error of the operating system in one sentence: file, problem, remedy.
 
@@ -119,8 +125,7 @@ def explain_os_error(error: OSError) -> str:
     if not (number or error.filename):
         found = (n for n in REMEDIES if f"errno = {n}," in text or os.strerror(n) in text)
         number = next(found, None)
-    if number == errno.ENOENT and COLLAPSED_URL.match(str(error.filename)):
-        url = COLLAPSED_URL.sub(r"\1://", str(error.filename))
+    if number == errno.ENOENT and (url := restore_url(error.filename)):
         return f"{url} is in object storage, which is not read here; copy it to a local disk"
     if number in REMEDIES:
         return f"{error.filename or text}: {REMEDIES[number]}"

@@ -16,7 +16,7 @@ from io import SEEK_CUR, SEEK_END, SEEK_SET, BufferedReader, RawIOBase, TextIOWr
 from pathlib import Path
 from typing import BinaryIO
 
-from densefeed.system.errors import COLLAPSED_URL, REMEDIES, BusyError, UserError, explain_os_error
+from densefeed.system.errors import REMEDIES, BusyError, UserError, explain_os_error, restore_url
 
 # Bytes written at once where no system call reserves space.
 RESERVE_BYTES = 2**24
@@ -443,8 +443,7 @@ def make_folder(folder: Path) -> None:
     UserError for a URL of object storage that was read as a path: what is written would be lost
     with the machine.
     """
-    if COLLAPSED_URL.match(str(folder)):
-        url = COLLAPSED_URL.sub(r"\1://", str(folder))
+    if url := restore_url(folder):
         raise UserError(
             f"{url} is in object storage, and this is written to a disk; give a local path, and "
             "copy the result"

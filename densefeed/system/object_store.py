@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from densefeed.system.errors import COLLAPSED_URL, UserError
+from densefeed.system.errors import UserError, restore_url
 from densefeed.system.files import scratch_folder
 
 Result = TypeVar("Result")
@@ -158,8 +158,8 @@ def parse_location(text: str) -> Path | ObjectURL:
 
 def find_url(path: Path) -> ObjectURL | None:
     """Return the URL that was read as a path, as by an option that takes only paths."""
-    text = str(path)
-    return ObjectURL(COLLAPSED_URL.sub(r"\1://", text)) if COLLAPSED_URL.match(text) else None
+    url = restore_url(path)
+    return ObjectURL(url) if url else None
 
 
 def check_local(path: Path) -> None:

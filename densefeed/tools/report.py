@@ -34,7 +34,7 @@ from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.shapes import Grid, describe_shape
 from densefeed.pipelines.targets import PLAIN, TargetRules, sparse_targets
 from densefeed.storage.images import Images
-from densefeed.system.errors import COLLAPSED_URL, UserError, make_command
+from densefeed.system.errors import UserError, make_command, restore_url
 from densefeed.system.files import check_ending, open_regular, replace_file
 from densefeed.system.json_files import check_number, read_json
 from densefeed.system.options import leaves, with_options
@@ -114,7 +114,7 @@ def name_missing(folder: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        if COLLAPSED_URL.match(str(folder)):
+        if restore_url(folder):
             raise
         missing = Path(error.filename).name
         raise UserError(

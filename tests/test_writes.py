@@ -386,6 +386,10 @@ def writers(inputs: Path, folder: Path, maps: Path, packed: tuple[Path, Path]) -
         "convert to raw": Writer(
             (*convert, inputs / "small.h5", "--form", "raw", "--out", "WORK/x.h5"), ("x.h5",)
         ),
+        "select": Writer(
+            ("tools/score_maps.py", "select", maps, "--data", folder, "--out", "WORK/x.h5"),
+            ("x.h5",),
+        ),
         "pack": Writer((*pack, folder, "--maps", maps), ("new/train.beton",)),
         "pack pixels": Writer((*pack, inputs / "pixels"), ("new/train.beton",)),
         "import labels": Writer(
@@ -442,6 +446,7 @@ SLOW = (
         "convert to lossless",
         "convert to compact",
         "convert to raw",
+        "select",
         "pack pixels",
         "import labels",
         "export labels",

@@ -26,7 +26,7 @@ from densefeed.storage.score_maps import (
     palette_sizes,
     row_crcs,
 )
-from densefeed.storage.store_file import StoreFile
+from densefeed.storage.store_file import StoreFile, StoreHeader
 from densefeed.storage.store_folder import check_local_rows
 from densefeed.system.errors import UserError
 from densefeed.system.files import check_absent, drop_cache, replace_file, write_at
@@ -39,6 +39,9 @@ CHUNK = 1024
 NAMED = 10
 # Relative rounding error of float16.
 SLACK = 2.0**-11
+
+# Chunks of datasets: name, first element, bytes.
+Chunks = Iterator[tuple[str, int, bytes]]
 
 
 # ------------------------------------------------------------------------------- conversion
@@ -58,33 +61,51 @@ def convert(store: ScoreMapStore, out: Path, form: Form) -> ScoreMapStore:
     if store.by_shards:
         raise UserError(
             f"{store.path} was labeled with --listing folders, and is compared with images shard "
-            "by shard; use the folder as it is"
+            "by shard; use the folder as it is, or make a file of it with `select`"
         )
     # Into one file, that of a folder is another.
     if header.form == form and not store.path.is_dir():
         raise UserError(f"{store.path} is {form} already; choose another --form")
+    count, paths = len(store), np.array([path.encode() for path in store.paths()])
+    known = {"label": store.labels, "path": paths, "palette": store.palette, "done": np.ones(count)}
+    known |= place_rows(form, header, store.palette)
+    chunks = encode_chunks(store, form, known)
+    return write_copy(store, out, replace(header, form=form), known, chunks)
+
+
+def place_rows(form: Form, header: StoreHeader, palette: np.ndarray) -> Arrays:
+    """Return the arrays of a packed store that follow from its palette sizes; none of a raw one."""
+    if form == "raw":
+        return {}
+    size = row_sizes(form, header.side, header.top_k, palette)
+    levels = {"levels": code_levels(header.absent)} if form == "compact" else {}
+    return {"start": np.cumsum(size) - size} | levels
+
+
+def write_copy(
+    store: ScoreMapStore, out: Path, header: StoreHeader, known: Arrays, chunks: Chunks
+) -> ScoreMapStore:
+    """Write rows of `store` to `out` and return the new store.
+
+    `known` are the arrays that are known before, `chunks` the other ones. `out` appears only when
+    it is complete. Raises UserError if `out` exists, or if labels or paths of `store` are damaged.
+    """
     check_absent(out)
     if not store.names_match():
         raise UserError(
             f"{store.path}: its labels and paths do not match their checksum; copy it again or "
             "relabel"
         )
-    count, paths = len(store), np.array([path.encode() for path in store.paths()])
-    known = {"label": store.labels, "path": paths, "palette": store.palette, "done": np.ones(count)}
-    size = row_sizes(form, header.side, header.top_k, store.palette)
-    if form != "raw":
-        known["start"] = np.cumsum(size) - size
-    if form == "compact":
-        known["levels"] = code_levels(header.absent)
-    header = replace(header, form=form)
-    types = dataset_types(header, count, paths.dtype.str, (int(size.sum()),))
+    # All sizes follow from the palettes, so a full disk shows before the first row is encoded.
+    packed = 0
+    if header.form != "raw":
+        packed = int(row_sizes(header.form, header.side, header.top_k, known["palette"]).sum())
+    types = dataset_types(header, len(known["label"]), known["path"].dtype.str, (packed,))
     with replace_file(out) as part:
         with open(part, "r+b", buffering=0) as file:
-            # All sizes follow from the palettes, so a full disk shows before the first row is
-            # encoded.
             offsets = allocate_store(file.fileno(), header, types, known)
             crcs = {name: zlib.crc32(known[name].astype(types[name][0])) for name in known}
-            for name, first, content in encode_chunks(store, form, known):
+            for name, first, content in chunks:
                 dtype, shape = types[name]
                 stride = math.prod(shape[1:], start=np.dtype(dtype).itemsize)
                 write_at(file.fileno(), content, offsets[name] + first * stride)
@@ -112,9 +133,7 @@ def read_back(part: Path, out: Path, crcs: dict[str, int]) -> None:
             )
 
 
-def encode_chunks(
-    store: ScoreMapStore, form: Form, known: Arrays
-) -> Iterator[tuple[str, int, bytes]]:
+def encode_chunks(store: ScoreMapStore, form: Form, known: Arrays) -> Chunks:
     """Yield the datasets of a store in another form, in chunks: name, first element, bytes."""
     header, error = store.header, ErrorSum(store.header.num_classes, store.header.absent)
     for first in bar(range(0, len(store), CHUNK), f"{form}, chunks"):

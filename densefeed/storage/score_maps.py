@@ -254,18 +254,26 @@ class ScoreMapStore:
 
     def rows(self, ids: np.ndarray) -> ScoreMaps:
         """Return copies of the rows `ids`, each checked against its CRC and unpacked if packed."""
+        stored = self.stored(ids)
+        return self._unpack(ids, *stored) if self.packed else ScoreMaps(*stored)
+
+    def stored(self, ids: np.ndarray) -> tuple:
+        """Return copies of the stored parts of the rows `ids` (see `row_crcs`), checked as well.
+
+        Those of a packed store are a list of rows, and the windows; else the fields of ScoreMaps.
+        """
         if self.packed:
-            stored = self._packed(ids), *self._file.take(("window",), ids)
+            parts = self._packed(ids), *self._file.take(("window",), ids)
         else:
-            stored = ScoreMaps(*self._file.take(ScoreMaps._fields, ids))
-        bad = row_crcs(stored) != self.crcs[ids]
+            parts = tuple(self._file.take(ScoreMaps._fields, ids))
+        bad = row_crcs(parts) != self.crcs[ids]
         if bad.any():
             row = int(ids[bad.argmax()])
             raise UserError(
                 f"{self.path}: row {row} ({self.image_path(row)}) is damaged; "
                 "relabel or copy it again"
             )
-        return self._unpack(ids, *stored) if self.packed else stored
+        return parts
 
     def image_path(self, row: int) -> str:
         """Return the path of a row's image; in a damaged file, the part that can be decoded."""
@@ -364,7 +372,8 @@ class ScoreMapStore:
         if not self.describes(fingerprint, images):
             raise UserError(
                 f"{self.path} holds the maps of another dataset than {where} "
-                f"(fingerprints differ); relabel {where}"
+                f"(fingerprints differ); relabel {where}, or, if its images were labeled under the "
+                "same names, run `python tools/score_maps.py select`"
             )
 
 

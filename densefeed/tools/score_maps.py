@@ -1,8 +1,9 @@
-"""Verify, convert, merge or fetch score maps; show the progress of workers, or redo images.
+"""Verify, convert, merge, select or fetch score maps; show workers' progress, or redo images.
 
     python tools/score_maps.py verify maps.h5
     python tools/score_maps.py convert maps.h5 --form compact --out small.h5
     python tools/score_maps.py merge maps.h5
+    python tools/score_maps.py select maps.h5 --data tars --out maps-of-tars.h5
     python tools/score_maps.py status maps
     python tools/score_maps.py redo maps cat/001.jpg
     python tools/score_maps.py fetch s3://bucket/maps maps
@@ -16,6 +17,7 @@ import tyro
 
 from densefeed.storage.fetch import fetch
 from densefeed.storage.maintenance import convert_file, summary, verify_files
+from densefeed.storage.selection import select_maps
 from densefeed.storage.shard_plan import print_status, redo_images
 from densefeed.storage.shards import merge_files
 from densefeed.system.errors import UserError, name_commands, run
@@ -44,6 +46,7 @@ COMMANDS = {
     "verify": verify_files,
     "convert": convert_file,
     "merge": merge_files,
+    "select": select_maps,
     "status": print_status,
     "redo": redo_images,
     "fetch": fetch_store,

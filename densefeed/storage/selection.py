@@ -1,0 +1,125 @@
+"""Copy the maps of some images of a store, found by the images' names, to a new store.
+
+So maps that were labeled from a folder also serve its images in tar or Parquet files, a part of
+them, or the same files in another order.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+
+from densefeed.storage.images import Images
+from densefeed.storage.maintenance import Chunks, place_rows, summary, write_copy
+from densefeed.storage.score_maps import ScoreMaps, ScoreMapStore
+from densefeed.system.errors import UserError
+from densefeed.system.options import Location
+from densefeed.system.progress import bar
+from densefeed.system.terminal import print
+
+# Rows copied at once: 7 MB raw at S = 18, k = 5.
+CHUNK = 1024
+
+
+def remove_ending(path: str) -> str:
+    return os.path.splitext(path)[0]
+
+
+def take_name(path: str) -> str:
+    return PurePosixPath(path).stem
+
+
+# What identifies an image, the most exact first: the path; the path without its ending, for images
+# in another format; the file's name alone, WebDataset's key where tars hold no class folders.
+KEYS: tuple[Callable[[str], str], ...] = (str, remove_ending, take_name)
+
+
+def match_names(stored: list[str], wanted: list[str]) -> np.ndarray:
+    """Return for each wanted path the row of the same image among the stored ones, int64.
+
+    The first of KEYS that finds all decides. Raises LookupError, which names a path, if none does
+    or if the key of a path is that of several.
+    """
+    for key in KEYS:
+        rows = {key(path): row for row, path in enumerate(stored)}
+        keys = [key(path) for path in wanted]
+        missing = [path for path, name in zip(wanted, keys, strict=True) if name not in rows]
+        if missing:
+            continue
+        known = Counter(map(key, stored))
+        if doubled := [name for name, n in Counter(keys).items() if n > 1 or known[name] > 1]:
+            raise LookupError(f"several images are called {doubled[0]}")
+        return np.array([rows[name] for name in keys], np.int64)
+    raise LookupError(f"{len(missing):,} have none, the first {missing[0]}")
+
+
+def select(store: ScoreMapStore, images: Images, out: Path) -> ScoreMapStore:
+    """Write the maps of `images` in their order to `out`, unchanged, and return the new store.
+
+    `out` appears only when it is complete. Raises UserError if it exists, if a row is damaged, or
+    unless each image has one map by its name, of its label. An image that was replaced by another
+    one of the same name and label is not noticed.
+    """
+    header = store.header
+    if len(header.class_names) != len(images.class_names):
+        raise UserError(
+            f"{store.path} is of {len(header.class_names)} classes and {images.root} has "
+            f"{len(images.class_names)}; select maps for images of the same classes"
+        )
+    try:
+        rows = match_names(store.paths(), images.paths)
+    except LookupError as error:
+        raise UserError(
+            f"{store.path} has no map by name for each image of {images.root}: "
+            f"{error}; label {images.root}"
+        ) from None
+    if (wrong := store.labels[rows] != images.labels).any():
+        n = int(wrong.argmax())
+        raise UserError(
+            f"{images.where(n)} has label {images.labels[n]}, but its map in {store.path} is of "
+            f"label {store.labels[rows[n]]}: the classes are others; label {images.root}"
+        )
+    header = replace(
+        header, fingerprint=images.fingerprint(), class_names=tuple(images.class_names)
+    )
+    paths = np.array([path.encode() for path in images.paths])
+    known = {"label": images.labels, "path": paths, "palette": store.palette[rows]}
+    known |= {"done": np.ones(len(rows)), "crc32": store.crcs[rows]}
+    known |= place_rows(header.form, header, known["palette"])
+    # That of all rows of the store: it was measured against maps that are not here.
+    if store.error:
+        known["error"] = np.array(store.error)
+    return write_copy(store, out, header, known, copy_chunks(store, rows, known.get("start")))
+
+
+def copy_chunks(store: ScoreMapStore, rows: np.ndarray, start: np.ndarray | None) -> Chunks:
+    """Yield the datasets of these rows as they are stored, in chunks; `start` of packed rows."""
+    for first in bar(range(0, len(rows), CHUNK), "select, chunks"):
+        parts = store.stored(rows[first : first + CHUNK])
+        if start is None:
+            names = zip(ScoreMaps._fields, parts, strict=True)
+            yield from ((name, first, part.tobytes()) for name, part in names)
+        else:
+            packed, window = parts
+            yield "rows", int(start[first]), b"".join(row.tobytes() for row in packed)
+            yield "window", first, window.tobytes()
+
+
+def select_maps(
+    store: Path, /, data: Location, out: Path, dataset: str = "", split: str = "train"
+) -> None:
+    """Write the maps of the images of DATA, found by their names, to a file.
+
+    For images of STORE that are now in tar or Parquet files, in another order, or fewer.
+
+    Args:
+        store: score maps, an HDF5 file or a folder of shards.
+        data: images as for labeling: a folder of class folders, or of tar or Parquet files.
+        out: HDF5 file to write.
+        dataset: name of the dataset, if DATA is not a folder of class folders.
+        split: split of the dataset.
+    """
+    print(summary(select(ScoreMapStore(store), Images(data, dataset, split), out)))

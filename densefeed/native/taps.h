@@ -1,6 +1,21 @@
-/* The taps of 8 outputs at once. Included for each instruction set, because GCC splits such vectors
- * before it makes the versions of FOR_EVERY_CPU: INLINED(x) and DEFINE(x) begin the definition of
- * function x, CALL(x) is its name. */
+/* The taps of OUTPUTS outputs at once. Included for each instruction set, because GCC splits such
+ * vectors before it makes the versions of FOR_EVERY_CPU: INLINED(x) and DEFINE(x) begin the
+ * definition of function x, CALL(x) is the name of x. */
+
+/* Numbers of neighboring outputs, of all and of half of them. A comparison of two is -1 where it
+ * holds, else 0. */
+typedef float CALL(Floats) __attribute__((vector_size(4 * OUTPUTS)));
+typedef int32_t CALL(Ints) __attribute__((vector_size(4 * OUTPUTS)));
+typedef int16_t CALL(Shorts) __attribute__((vector_size(2 * OUTPUTS)));
+typedef float CALL(HalfFloats) __attribute__((vector_size(2 * OUTPUTS)));
+typedef int32_t CALL(HalfInts) __attribute__((vector_size(2 * OUTPUTS)));
+typedef double CALL(HalfDoubles) __attribute__((vector_size(4 * OUTPUTS)));
+#define Floats CALL(Floats)
+#define Ints CALL(Ints)
+#define Shorts CALL(Shorts)
+#define HalfFloats CALL(HalfFloats)
+#define HalfInts CALL(HalfInts)
+#define HalfDoubles CALL(HalfDoubles)
 
 #define EITHER(condition, yes, no) (((yes) & (condition)) | ((no) & ~(condition)))
 
@@ -22,32 +37,34 @@ INLINED(Floats, filter_weights)(int filter, Floats offset, Ints count, Ints k, f
 INLINED(int, taps_of)(const Span *span, int filter, Axis *axis, float *room, int i) {
     Ints start, end;
     Floats offset;
-    /* In two halves: GCC splits vectors of 8 doubles to single ones where they have no instructions. */
+    /* In two halves: GCC splits vectors of doubles that are longer than the processor's. */
     for (int half = 0; half < 2; half++) {
-        const Ints4 order = {0, 1, 2, 3};
-        int at = i + 4 * half;
-        Ints4 output = span->mirror ? span->size - 1 - at - order : at + order, low, high;
-        Doubles4 center = span->from
-            + (__builtin_convertvector(output, Doubles4) + 0.5) * span->scale;
-        high = __builtin_convertvector(center + span->support + 0.5, Ints4);
-        low = __builtin_convertvector(center - span->support + 0.5, Ints4);
-        high = EITHER(high < span->high, high, span->high - (Ints4){0});
-        low = EITHER(low > span->low, low, span->low - (Ints4){0});
+        HalfInts order;
+        for (int n = 0; n < OUTPUTS / 2; n++) order[n] = n;
+        int at = i + OUTPUTS / 2 * half;
+        HalfInts output = span->mirror ? span->size - 1 - at - order : at + order, low, high;
+        HalfDoubles center = span->from
+            + (__builtin_convertvector(output, HalfDoubles) + 0.5) * span->scale;
+        high = __builtin_convertvector(center + span->support + 0.5, HalfInts);
+        low = __builtin_convertvector(center - span->support + 0.5, HalfInts);
+        high = EITHER(high < span->high, high, span->high - (HalfInts){0});
+        low = EITHER(low > span->low, low, span->low - (HalfInts){0});
         low = EITHER(low < high - 1, low, high - 1);
-        Floats4 from = __builtin_convertvector(
-            __builtin_convertvector(low, Doubles4) + 0.5 - center, Floats4);
-        memcpy((int *)&start + 4 * half, &low, sizeof low);
-        memcpy((int *)&end + 4 * half, &high, sizeof high);
-        memcpy((float *)&offset + 4 * half, &from, sizeof from);
+        HalfFloats from = __builtin_convertvector(
+            __builtin_convertvector(low, HalfDoubles) + 0.5 - center, HalfFloats);
+        memcpy((int *)&start + OUTPUTS / 2 * half, &low, sizeof low);
+        memcpy((int *)&end + OUTPUTS / 2 * half, &high, sizeof high);
+        memcpy((float *)&offset + OUTPUTS / 2 * half, &from, sizeof from);
     }
     Ints count = end - start, first = start, last = end - 1;
     if (span->smooth) {
         first = (start - 1) >> 1, last = end >> 1;
-        for (int n = 0; n < 8; n++)
-            if (first[n] < 0 || last[n] > span->extent - 1) return 0;
+        /* They are monotonic. */
+        const int end = OUTPUTS - 1;
+        if (min(first[0], first[end]) < 0 || max(last[0], last[end]) > span->extent - 1) return 0;
     }
     int taps = 0;
-    for (int n = 0; n < 8; n++) taps = max(taps, last[n] - first[n] + 1);
+    for (int n = 0; n < OUTPUTS; n++) taps = max(taps, last[n] - first[n] + 1);
     Floats total = {0}, before = {0}, weight;
     /* Of a smooth plane, a tap has two inputs and a part of their neighbors. */
     Ints k = span->smooth ? 2 * first - start : (Ints){0};
@@ -63,15 +80,17 @@ INLINED(int, taps_of)(const Span *span, int filter, Axis *axis, float *room, int
             before = next, next = after;
         }
         here = next;
-        memcpy(room + 8 * tap, &weight, sizeof weight);
+        memcpy(room + OUTPUTS * tap, &weight, sizeof weight);
     }
-    for (int n = 0; n < 8; n++)
-        if (total[n] == 0) return 0;
+    Ints none = total == 0;
+    int any = 0;
+    for (int n = 0; n < OUTPUTS; n++) any |= none[n];
+    if (any) return 0;
     int one = filter == BICUBIC ? ONE_CUBIC : ONE;
     Floats unit = (float)one / total;
     Ints sum = {0}, most = INT32_MIN - (Ints){0}, largest = {0}, number = {0}, rounded;
     for (int tap = 0; tap < taps; tap++, number += 1) {
-        memcpy(&weight, room + 8 * tap, sizeof weight);
+        memcpy(&weight, room + OUTPUTS * tap, sizeof weight);
         weight *= unit;
         /* Half a unit with the weight's sign. */
         Floats half = (Floats)(((Ints)weight & INT32_MIN) | 0x3F000000);
@@ -79,17 +98,17 @@ INLINED(int, taps_of)(const Span *span, int filter, Axis *axis, float *room, int
         Ints more = rounded > most;
         sum += rounded;
         most = EITHER(more, rounded, most), largest = EITHER(more, number, largest);
-        memcpy(room + 8 * tap, &rounded, sizeof rounded);
+        memcpy(room + OUTPUTS * tap, &rounded, sizeof rounded);
     }
     int16_t *to = axis->weight + i;
     Ints rest = one - sum;
     number = (Ints){0};
     /* Behind an output's own taps there is room, for zeros. */
     for (int tap = 0; tap < taps; tap++, to += axis->step, number += 1) {
-        memcpy(&rounded, room + 8 * tap, sizeof rounded);
+        memcpy(&rounded, room + OUTPUTS * tap, sizeof rounded);
         rounded += rest & (largest == number);
-        Half eight = __builtin_convertvector(rounded, Half);
-        memcpy(to, &eight, sizeof eight);
+        Shorts weights = __builtin_convertvector(rounded, Shorts);
+        memcpy(to, &weights, sizeof weights);
     }
     count = last - first + 1;
     memcpy(axis->start + i, &first, sizeof first);
@@ -98,11 +117,18 @@ INLINED(int, taps_of)(const Span *span, int filter, Axis *axis, float *room, int
 }
 
 /* The filter as a constant: the compiler leaves out the other one. */
-DEFINE(int, set_eight_taps)(const Span *span, Axis *axis, float *room, int i) {
+DEFINE(int, set_taps)(const Span *span, Axis *axis, float *room, int i) {
     return span->filter == BICUBIC ? CALL(taps_of)(span, BICUBIC, axis, room, i)
                                    : CALL(taps_of)(span, BILINEAR, axis, room, i);
 }
 #undef EITHER
+#undef Floats
+#undef Ints
+#undef Shorts
+#undef HalfFloats
+#undef HalfInts
+#undef HalfDoubles
+#undef OUTPUTS
 #undef INLINED
 #undef DEFINE
 #undef CALL

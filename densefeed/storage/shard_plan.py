@@ -195,9 +195,11 @@ def read_plan(objects: Objects) -> StoredPlan:
     try:
         values = parse_json(content)
         folders = int(values["folders"]) if "folders" in values else None
-        size, shards = values["shard_images"], [] if folders else values["shards"]
+        size, shards, sizes = values["shard_images"], [], []
+        if not folders:
+            shards, sizes = values["shards"], values["sizes"]
         rows = {str(name): int(count) for name, count in shards}
-        sizes = {int(row): size for row, size in values.get("sizes", [])}
+        sizes = {int(row): None if size is None else int(size) for row, size in sizes}
         text = json.dumps(values["header"]).encode()
     except (KeyError, TypeError, ValueError):
         raise UserError(f"{path} is damaged; remove it and run the labeling again") from None
@@ -263,18 +265,6 @@ def share_plan(objects: Objects, plan: Plan) -> None:
         raise UserError(f"{out} was started for another dataset; remove it or choose another --out")
     same = not new and len(plan.shards) == len(theirs.shards)
     changed = find_changed_shards(plan, theirs)
-    # A plan without sizes does not tell which.
-    if (
-        same
-        and plan.header != theirs.header
-        and not changed
-        and any(f"{name}.json" in there for name in theirs.shards)
-    ):
-        raise UserError(
-            f"an image has another size than when {out} was labeled, and its shard is not known; "
-            f"name all images that were replaced, `python tools/score_maps.py redo {out} "
-            "cat/001.jpg`, and run the command again"
-        )
     for name in changed:
         remove_shard(objects, name, there)
         print(f"shard {name} has an image of another size than before; it is labeled again")

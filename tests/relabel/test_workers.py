@@ -370,23 +370,6 @@ def test_a_replaced_image_is_found_beside_a_removed_one(many, tmp_path):
     assert files(out) == files(join(folder, tmp_path / "fresh").path)
 
 
-def test_a_replaced_image_of_an_unknown_shard_is_not_passed_over(many, tmp_path):
-    """A plan without sizes does not show it."""
-    folder, out = shutil.copytree(many, tmp_path / "images"), tmp_path / "maps"
-    join(folder, out, images=COUNT)
-    plan = json.loads((out / PLAN).read_bytes())
-    del plan["sizes"]
-    (out / PLAN).write_text(json.dumps(plan))
-    place = replace_unsampled(folder)
-    held = files(out)
-    with pytest.raises(UserError, match=r"another size than when .*maps was labeled.* redo "):
-        join(folder, out, images=COUNT)
-    assert files(out) == held
-    redo_images(out, (Images(folder).paths[place],))
-    join(folder, out, images=COUNT)
-    assert files(out) == files(join(folder, tmp_path / "fresh", images=COUNT).path)
-
-
 def test_an_image_that_cannot_be_read_stops_its_shard_alone(many, whole, tmp_path):
     folder, out = shutil.copytree(many, tmp_path / "images"), tmp_path / "maps"
     path = folder / Images(folder).paths[20]

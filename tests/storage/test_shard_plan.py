@@ -1,5 +1,7 @@
 """The division of images into shards, and what a display reads of it."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,10 +65,19 @@ def test_a_status_has_progress_rate_and_time_left():
 def test_a_missing_or_damaged_plan_is_one_sentence(tmp_path):
     with pytest.raises(UserError, match=r"plan.json: there is no such file; start the labeling"):
         print_status(tmp_path)
-    for content in (b"", b"[]", b'{"header": 1}', b'{"header": 1, "shard_images": 1, "shards": 3}'):
-        (tmp_path / PLAN).write_bytes(content)
-        with pytest.raises(UserError, match=r"plan.json.*(again|relabel)$"):
+    begun = {"header": 1, "shard_images": 1}
+    for values in (
+        *([], {"header": 1}, begun | {"shards": 3}, begun | {"shards": []}),
+        *(begun | {"shards": [], "sizes": sizes} for sizes in (3, [0], [[0, "x"]], [[0, [1]]])),
+    ):
+        (tmp_path / PLAN).write_text(json.dumps(values))
+        with pytest.raises(
+            UserError, match=r"plan.json is damaged; remove it and run .*again$"
+        ):
             measure_status(tmp_path)
+    (tmp_path / PLAN).write_bytes(b"")
+    with pytest.raises(UserError, match=r"plan.json is damaged"):
+        measure_status(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"file": "shards/x"}'])

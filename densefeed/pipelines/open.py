@@ -255,6 +255,8 @@ def open_dataset(
     )
     if training:
         check_memory(plan)
+    if isinstance(source, RemoteSource):
+        source.check_room(plan)
     streamed = training and maps and not data.maps_on_device
     return make(source, plan, data.threads, data.on_bad_sample, streamed, device)
 

@@ -88,6 +88,10 @@ class RemoteSource(FfcvSource):
         """Bytes that this process fetched."""
         return self._copy.fetched + self._cache.fetched
 
+    def check_room(self, plan: EpochPlan) -> None:
+        """Raise UserError unless the local copy holds the batches in flight."""
+        self._count_ahead(plan, plan.batch // plan.ranks)
+
     def follow(self, plan: EpochPlan, epoch: int, step: int, index: np.ndarray) -> None:
         """Request the samples of the next batches; `step` of `epoch` is begun after this call.
 
@@ -132,6 +136,7 @@ class RemoteSource(FfcvSource):
         fit = self._cache.capacity // max(1, self._cache.room(plan.batch)) - IN_FLIGHT
         if fit < 1:
             least = (IN_FLIGHT + 1) * self._cache.room(plan.batch)
+            least = min(least, self._cache.room(plan.num_samples))
             raise UserError(
                 f"--cache-bytes {self._cache.capacity:,} holds less than the batches in flight; "
                 f"give at least {least:,}, or a smaller --batch"

@@ -18,6 +18,7 @@ from densefeed.storage.shard_plan import (
     SHARDS,
     Plan,
     PlannedShard,
+    check_stored,
     complete,
     drop_damaged_shards,
     plan_shards,
@@ -79,8 +80,12 @@ class Worker:
         total = len(self.work.images)
         with tally(WORK, total, self.count_done()) as update:
             while left := self.list_left(order):
-                claims = [self.label(shard, update) for shard in left]
-                if not any(claims):
+                claimed = False
+                for shard in left:
+                    # Not only at the end: by then all of a large dataset may be labeled in vain.
+                    check_stored(self.objects, self.plan)
+                    claimed |= self.label(shard, update)
+                if not claimed:
                     time.sleep(min(self.objects.poll_seconds, self.seconds / 4))
                 update(self.count_done())
         for fault in self.faults.values():

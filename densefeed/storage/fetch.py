@@ -1,10 +1,11 @@
-"""Copy a store of score maps from object storage: only the shards that the copy lacks.
+"""Copy a store of score maps from object storage: only the shards that the copy lacks, whole.
 
 Every file gets its name once its bytes match the manifest's checksum, and the manifest is written
 last. So a copy that was interrupted continues, and readers never open a part of one.
 """
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from densefeed.storage.store_folder import (
     SHARD_FILE,
     Manifest,
     StoredShard,
+    hash_file,
     parse_manifest,
     read_manifest,
 )
@@ -39,9 +41,12 @@ def fetch(url: ObjectURL, out: Path) -> ScoreMapStore:
     manifest = read_remote_manifest(objects)
     check_copy(out, manifest)
     make_folder(out)
-    missing = [shard for shard in manifest.shards if find_size(out / shard.file) != shard.bytes]
 
-    def copy(shard: StoredShard) -> None:
+    def copy(shard: StoredShard) -> bool:
+        """Copy a shard; False if it is here, with the right checksum."""
+        path = out / shard.file
+        if find_size(path) == shard.bytes and hash_file(path) == shard.sha256:
+            return False
         with replace_file(out / shard.file) as part:
             try:
                 objects.fetch_file(shard.file, part, shard.sha256)
@@ -51,17 +56,18 @@ def fetch(url: ObjectURL, out: Path) -> ScoreMapStore:
                 raise UserError(
                     f"{url / shard.file} is missing or was cut; run the labeling again"
                 ) from None
+        return True
 
     executor = ThreadPoolExecutor(THREADS, "fetch")
     try:
-        for _ in bar(executor.map(copy, missing), "fetch, shards", len(missing)):
-            pass
+        shards = bar(executor.map(copy, manifest.shards), "fetch, shards", len(manifest.shards))
+        copied = sum(shards)
     finally:
         executor.shutdown(cancel_futures=True)
     with replace_file(out / MANIFEST) as part:
         part.write_bytes(manifest.to_json())
     remove_others(out, manifest)
-    print(f"{len(missing):,} of {len(manifest.shards):,} shards were copied from {url}")
+    print(f"{copied:,} of {len(manifest.shards):,} shards were copied from {url}")
     return ScoreMapStore(out)
 
 
@@ -84,8 +90,11 @@ def read_remote_manifest(objects: ObjectStore) -> Manifest:
 
 def check_copy(out: Path, manifest: Manifest) -> None:
     """Raise UserError if `out` holds what is no copy, or a copy of another labeling."""
-    if (out / MANIFEST).exists():
+    theirs = None
+    # A damaged manifest is replaced, as damaged shards are.
+    with suppress(UserError):
         theirs = read_manifest(out).header
+    if theirs:
         replace(manifest.header, fingerprint=theirs.fingerprint).check_same(theirs, out)
     if (out / PLAN).exists() or (out.exists() and not out.is_dir()):
         raise UserError(f"{out} is no copy of a store; remove it or name another folder")

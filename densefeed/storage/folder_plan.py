@@ -23,6 +23,7 @@ from densefeed.storage.shard_plan import (
     plan_shards,
     read_all,
     read_plan,
+    refuse_copy,
 )
 from densefeed.storage.store_file import StoreHeader
 from densefeed.storage.store_folder import join_fingerprints
@@ -76,6 +77,8 @@ class FoldersPlan:
 
     def share(self, objects: Objects) -> None:
         """Write the plan without its folders; UserError if the store has one of other options."""
+        if objects.read(PLAN) is None:
+            refuse_copy(objects)
         if not objects.create(PLAN, self.to_json()) and objects.read(PLAN) != self.to_json():
             theirs, folders = read_plan(objects), len(self.parts)
             check_same_plan(self.head, self.shard_images, folders, theirs, objects.root)

@@ -4,6 +4,7 @@ import math
 import os
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from densefeed.storage.score_maps import (
     row_crcs,
 )
 from densefeed.storage.store_file import StoreFile, StoreHeader
-from densefeed.storage.store_folder import check_local_rows
+from densefeed.storage.store_folder import REMEDY, check_local_rows, find_changed, read_manifest
 from densefeed.system.errors import UserError
 from densefeed.system.files import check_absent, drop_cache, replace_file, write_at
 from densefeed.system.progress import bar
@@ -247,13 +248,16 @@ def verify_files(files: tuple[Path, ...], /) -> None:
         except UserError as error:
             print(error)
             bad.append(str(path))
+            # The bytes of a shard that cannot be opened tell whether it is what was written.
+            if path.is_dir():
+                with suppress(UserError):
+                    report_changed(find_changed(path, read_manifest(path)))
             continue
         print(summary(store))
         parts = [] if store.names_match() else ["labels or paths"]
         if parts:
             print(f"{path}: its labels and paths do not match their checksum")
-        for shard in (changed := store.find_changed()):
-            print(f"{shard} does not match its checksum; remove it and run the labeling again")
+        report_changed(changed := store.find_changed())
         parts += [f"{len(changed):,} shards"] * bool(changed)
         for row, found in list(faults.items())[:NAMED]:
             print(f"{path}: row {row} ({store.image_path(row)}) {' and '.join(found)}")
@@ -266,6 +270,12 @@ def verify_files(files: tuple[Path, ...], /) -> None:
             print(f"{path}: no faults")
     if bad:
         raise UserError(
-            f"faults were found in {', '.join(bad)}; they are listed above, "
-            "copy the file again or relabel"
+            f"faults were found in {', '.join(bad)}; they are listed above, copy a file again or "
+            "relabel, and of a folder first remove the shards that are named"
         )
+
+
+def report_changed(shards: list[Path]) -> None:
+    """Print which shards are not what the manifest declares."""
+    for shard in shards:
+        print(f"{shard} does not match its checksum; remove it and {REMEDY}")

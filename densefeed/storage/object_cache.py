@@ -24,6 +24,7 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -74,15 +75,24 @@ class CachedFiles:
         self.folder = root / hashlib.sha256(names.encode()).hexdigest()[:32]
         self.paths = [self.folder / f"{number}.beton" for number in range(len(files))]
         self._read, self.fetched, self._thread_lock = read, 0, threading.Lock()
-        make_folder(self.folder)
+        try:
+            make_folder(self.folder)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise UserError(
+                f"{error.filename} is a file, where a folder of local copies is needed; remove it, "
+                "or name another folder with --cache"
+            ) from None
         with name_errors(self.folder):
             self._lock, self._users = (
                 os.open(self.folder / name, os.O_RDWR | os.O_CREAT, 0o600)
                 for name in ("lock", "users")
             )
             with self.locked():
-                if not self._is_current():
+                sums = self._read_sums()
+                if sums is None or not all(path.is_file() for path in self.paths):
                     self._start_over()
+                else:
+                    self._mend(sums)
                 fcntl.flock(self._users, fcntl.LOCK_SH)
 
     @contextmanager
@@ -100,36 +110,50 @@ class CachedFiles:
         os.close(self._lock)
         os.close(self._users)
 
-    def _is_current(self) -> bool:
+    def _read_sums(self) -> list[int] | None:
+        """Read the CRC-32 of each file's front; None unless the copy is of these objects."""
         try:
             found = read_json(self.folder / OBJECTS, "it is fetched again", largest=2**26)
         except (FileNotFoundError, UserError):
-            return False
-        return found == self._describe()
+            return None
+        sums = found.pop("fronts", None)
+        sound = isinstance(sums, list) and len(sums) == len(self.files)
+        return sums if sound and found == self._describe() else None
 
     def _describe(self) -> dict:
-        return {"version": 1, "files": [list(file) for file in self.files]}
+        return {"version": 2, "files": [list(file) for file in self.files]}
+
+    def _mend(self, sums: list[int]) -> None:
+        """Fetch fronts again that are not on the disk as they were fetched.
+
+        In place: other processes may read samples of these files. Those are not looked at, as each
+        is compared with its checksum before its first use in a run.
+        """
+        for file, path, crc in zip(self.files, self.paths, sums, strict=True):
+            if not has_front(path, file.size, crc):
+                self._fetch_front(file, path)
 
     def _start_over(self) -> None:
         try:
             fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                f"{self.files[0].url} was replaced while another run reads it; stop that run, or "
-                "name another folder with --cache"
+                f"{self.files[0].url} was replaced, or its local copy removed, while another run "
+                "reads it; stop that run, or name another folder with --cache"
             ) from None
         # First what makes the folder a copy.
         (self.folder / OBJECTS).unlink(missing_ok=True)
         for path in self.folder.iterdir():
             if path.name not in ("lock", "users"):
-                path.unlink()
-        for file, path in zip(self.files, self.paths, strict=True):
-            self._fetch_front(file, path)
+                remove(path)
+        pairs = zip(self.files, self.paths, strict=True)
+        sums = [self._fetch_front(file, path) for file, path in pairs]
         with replace_file(self.folder / OBJECTS) as part:
-            part.write_text(json.dumps(self._describe()))
+            part.write_text(json.dumps(self._describe() | {"fronts": sums}))
 
-    def _fetch_front(self, file: RemoteFile, path: Path) -> None:
-        """Make a sparse file and fetch all of it but the samples."""
+    def _fetch_front(self, file: RemoteFile, path: Path) -> int:
+        """Make a sparse file and fetch all of it but the samples; return the CRC-32 of that."""
+        crc = 0
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             os.ftruncate(descriptor, file.size)
@@ -138,10 +162,33 @@ class CachedFiles:
                 for at in range(start, min(stop, file.size), RANGE_BYTES):
                     content = self._read(file, at, min(at + RANGE_BYTES, stop, file.size))
                     self.fetched += len(content)
+                    crc = zlib.crc32(content, crc)
                     write_at(descriptor, content, at)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+        return crc
+
+
+def has_front(path: Path, size: int, crc: int) -> bool:
+    """Whether a file has `size` bytes, and the front that was fetched."""
+    if path.stat().st_size != size:
+        return False
+    found = 0
+    with open(path, "rb", buffering=0) as file:
+        for start, stop in front_ranges(file.fileno()):
+            for at in range(start, min(stop, size), RANGE_BYTES):
+                part = os.pread(file.fileno(), min(RANGE_BYTES, min(stop, size) - at), at)
+                found = zlib.crc32(part, found)
+    return found == crc
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with all that is in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 class SampleCache:

@@ -20,6 +20,7 @@ shards whose images are the same keep their names, and only the others are label
 
 import hashlib
 import json
+import time
 import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -59,6 +60,10 @@ SHARD_IMAGES = 8192
 THREADS = 32
 # Digits of a hash in names. Of a million shards two have the same 64 bits once in 3 x 10^7 stores.
 DIGITS = 16
+
+
+# Seconds over which the rate of finished shards is measured.
+RATE_SECONDS = 600.0
 
 
 class PlannedShard(NamedTuple):
@@ -188,6 +193,7 @@ def read_plan(objects: Objects) -> StoredPlan:
     """Read the plan of a labeling; UserError if there is none, or it is damaged."""
     path = objects.root / PLAN
     if (content := objects.read(PLAN)) is None:
+        refuse_copy(objects)
         raise UserError(
             f"{path}: there is no such file; start the labeling with "
             "tools/relabel_imagenet.py --workers-join"
@@ -201,10 +207,26 @@ def read_plan(objects: Objects) -> StoredPlan:
         rows = {str(name): int(count) for name, count in shards}
         sizes = {int(row): None if size is None else int(size) for row, size in sizes}
         text = json.dumps(values["header"]).encode()
+        if min(rows.values(), default=1) < 1 or (folders is not None and folders < 1):
+            raise ValueError
     except (KeyError, TypeError, ValueError):
         raise UserError(f"{path} is damaged; remove it and run the labeling again") from None
     plan = StoredPlan(StoreHeader.from_json(text, path), size, rows, sizes, folders)
     return read_folder_shards(objects, plan) if folders else plan
+
+
+def refuse_copy(objects: Objects) -> None:
+    """Raise UserError for a copy that `fetch` made: it has a manifest, but no records of shards."""
+    if objects.read(MANIFEST) is None or any(map(is_record, objects.list(SHARDS))):
+        return
+    raise UserError(
+        f"{objects.root} is a copy of a finished store; name the folder or URL that was labeled"
+    )
+
+
+def is_record(name: str) -> bool:
+    """Whether a file in the folder SHARDS is the record of a shard."""
+    return name.endswith(".json")
 
 
 def read_folder_shards(objects: Objects, plan: StoredPlan) -> StoredPlan:
@@ -255,6 +277,8 @@ def share_plan(objects: Objects, plan: Plan) -> None:
     The sizes of few files of each shard are compared, and those of more files of the whole dataset:
     shards in which only one of these differs keep their names, and are labeled again.
     """
+    if objects.read(PLAN) is None:
+        refuse_copy(objects)
     if objects.create(PLAN, plan.to_json()) or objects.read(PLAN) == plan.to_json():
         return
     theirs, out = read_plan(objects), objects.root
@@ -434,16 +458,23 @@ def read_paths(objects: Objects, record: StoredShard) -> list[str]:
         return StoreFile(copy).paths()
 
 
+def check_stored(objects: Objects, plan: AnyPlan) -> None:
+    """Raise UserError if another worker has replaced the plan."""
+    if not plan.is_stored(objects):
+        raise UserError(
+            f"another worker labels other images into {objects.root}: they have changed since this "
+            "worker joined, or --data of the two is different; run it again, or choose another "
+            "--out"
+        )
+
+
 def complete(objects: Objects, plan: AnyPlan) -> ScoreMapStore | None:
     """Write the manifest of a store that has all shards, and remove all that is no part of it.
 
     Returns None if another worker wrote it before, or if it is in object storage, which readers do
     not open. UserError if the images have changed since this worker joined.
     """
-    if not plan.is_stored(objects):
-        raise UserError(
-            f"the images of {objects.root} have changed since this worker joined; run it again"
-        )
+    check_stored(objects, plan)
     names = [shard.name for shard in plan.shards]
     contents = read_all(objects, [record_key(name) for name in names])
     pairs = zip(names, contents, strict=True)
@@ -477,10 +508,14 @@ def measure_status(out: Path | ObjectURL, seconds: float = LEASE_SECONDS) -> Sta
     plan, there = read_plan(objects), objects.list(SHARDS)
     shards = plan.shards
     done = [rows for name, rows in shards.items() if f"{name}.json" in there]
-    left = [name for name in shards if f"{name}.json" not in there]
+    left = {name for name in shards if f"{name}.json" not in there}
     beats = list_holders(objects, left, seconds)
     images = sum(done) + sum(beat.done for beat in beats)
     rate = sum(beat.rate for beat in beats)
+    # Shards of a few seconds are finished before their lease is renewed, and shows a rate.
+    if not all(beat.rate for beat in beats):
+        finished = [(there[f"{name}.json"], shards[name]) for name in shards if name not in left]
+        rate = max(rate, measure_rate(finished))
     workers = len({beat.worker for beat in beats})
     return Status(
         len(shards),
@@ -492,6 +527,19 @@ def measure_status(out: Path | ObjectURL, seconds: float = LEASE_SECONDS) -> Sta
         plan.folders,
         plan.unlisted,
     )
+
+
+def measure_rate(finished: list[tuple[float, int]]) -> float:
+    """Return the images per second of the last minutes; 0.0 if fewer than two shards tell it.
+
+    `finished` are the times (seconds of `time.time`) and numbers of images of finished shards. When
+    the first of them was begun is not known, so its images do not count.
+    """
+    now = time.time()
+    recent = sorted(pair for pair in finished if now - pair[0] < RATE_SECONDS)
+    if len(recent) < 2:
+        return 0.0
+    return sum(images for _, images in recent[1:]) / max(now - recent[0][0], 1e-9)
 
 
 def print_status(out: Location, /) -> None:

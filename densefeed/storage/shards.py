@@ -283,6 +283,11 @@ def merge_files(out: Path, /, form: Form = "raw") -> None:
     """
     check_local_rows(out)
     counts = sorted({shard.of for shard in find_leftovers(out).values() if shard.of > 1})
+    if not counts and out.is_dir():
+        raise UserError(
+            f"{out} is a folder of shards, which every command reads; to make one file of them, "
+            f"`python tools/score_maps.py convert {out} --form {form} --out FILE.h5`"
+        )
     if not counts:
         example = Shard(0, 8).file(out).name
         raise UserError(

@@ -36,7 +36,7 @@ SIZED_FILES = 16
 # A name that a manifest may give: no other file can be meant by it.
 SHARD_FILE = re.compile(r"shards/[0-9a-f]{16}-[0-9a-f]{16}\.h5")
 HASH = re.compile(r"[0-9a-f]{64}")
-REMEDY = "run the labeling again"
+REMEDY = "run the labeling again, or fetch it again if it is a copy"
 
 
 class StoredShard(NamedTuple):
@@ -271,9 +271,13 @@ class StoreFolder:
 
     def find_changed(self) -> list[Path]:
         """Read all files; return those whose bytes do not match the manifest."""
-        shards = self.manifest.shards
-        paths = {self.path / shard.file: shard.sha256 for shard in shards}
-        return [path for path, digest in paths.items() if hash_file(path) != digest]
+        return find_changed(self.path, self.manifest)
+
+
+def find_changed(folder: Path, manifest: Manifest) -> list[Path]:
+    """Return the shards in a folder that are missing, or whose bytes do not match the manifest."""
+    paths = {folder / shard.file: shard.sha256 for shard in manifest.shards}
+    return [p for p, digest in paths.items() if not p.is_file() or hash_file(p) != digest]
 
 
 def close_all(files: list[StoreFile]) -> None:

@@ -11,6 +11,7 @@ lease can prevent. So results must be published by an atomic call too (relabel/w
 """
 
 import json
+import math
 import os
 import socket
 import threading
@@ -165,9 +166,13 @@ def lease_key(name: str, generation: int) -> str:
 def read_beat(content: bytes) -> Beat | None:
     """Decode the content of a lease; None if it is damaged."""
     try:
-        return Beat(**parse_json(content))
+        beat = Beat(**parse_json(content))
     except (TypeError, ValueError):
         return None
+    kinds = {"worker": str, "number": int, "done": int, "rate": float | int, "released": bool}
+    sound = all(isinstance(getattr(beat, name), kind) for name, kind in kinds.items())
+    # A comparison with NaN is false.
+    return beat if sound and beat.done >= 0 and 0 <= beat.rate < math.inf else None
 
 
 def list_holders(

@@ -134,5 +134,5 @@ def open_objects(place: Path | ObjectURL) -> Objects:
     if isinstance(place, ObjectURL):
         return ObjectStore(place)
     if place.exists() and not place.is_dir():
-        raise UserError(f"{place} is a file; name a folder for --workers-join")
+        raise UserError(f"{place} is a file; name a folder, where workers label shards")
     return ObjectFolder(place)

@@ -81,7 +81,10 @@ def read_range(file: RemoteFile, start: int, stop: int) -> memoryview:
 def check_version(file: RemoteFile, meta: Any) -> None:
     """Raise UserError if obstore's metadata are those of another version of the object."""
     if version(meta) != file.version or meta["size"] != file.size:
-        raise UserError(f"{file.url} was replaced while it was read; run the command again")
+        raise UserError(
+            f"{file.url} was replaced while it was read; run the command again, or, to continue a "
+            "training, put the earlier object back"
+        )
 
 
 def explain_cut(file: RemoteFile) -> StorageError:

@@ -61,6 +61,9 @@ REASONS = {
     r"Account must be specified": (
         "the account is not known; set AZURE_STORAGE_ACCOUNT_NAME in the environment"
     ),
+    r"Generic Config error": (
+        "a setting in the environment cannot be read; correct AWS_TIMEOUT (such as 120s) and others"
+    ),
     r"builder error": (
         "the endpoint is no https URL; correct AWS_ENDPOINT_URL, or set AWS_ALLOW_HTTP=true for a "
         "server in your own network"

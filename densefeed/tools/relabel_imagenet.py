@@ -41,6 +41,7 @@ end, from the raw rows in OUT.part.
 """
 
 import os
+import signal
 import sys
 from dataclasses import dataclass
 from typing import Literal
@@ -79,7 +80,7 @@ class Labeling(Options):
     # images: the folder that holds train/ and val/, a folder of class folders, or of tar or Parquet
     # files, all also as s3://BUCKET/FOLDER; the root of --dataset
     data: Location
-    # score maps to write, HDF5; with --workers-join a folder or s3://BUCKET/FOLDER
+    # score maps to write, HDF5; with --workers-join or --engine a folder or s3://BUCKET/FOLDER
     out: Location
     # timm model, checkpoint, run folder or package.module:factory; repeat it for an ensemble
     teacher: UseAppendAction[tuple[str, ...]]
@@ -242,7 +243,14 @@ def main(labeling: Labeling) -> None:
         )
 
 
-command = make_command(main, Labeling, __doc__)
+def command() -> None:
+    """Run the console script `densefeed-relabel`.
+
+    SIGTERM, with which schedulers stop a job, ends it as Ctrl-C does: workers give leases back.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    make_command(main, Labeling, __doc__)()
+
 
 if __name__ == "__main__":
     command()

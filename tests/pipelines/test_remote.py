@@ -1,5 +1,7 @@
 """Training data in object storage: equal batches, exact reads, faults."""
 
+import os
+import re
 import shutil
 from pathlib import Path
 
@@ -100,6 +102,50 @@ def test_dali_reads_the_same_batches_as_from_the_local_file(url, local, tmp_path
     assert_equal(ours, read(FfcvSource(local), (0, 1), make=DaliLoader))
 
 
+@pytest.mark.parametrize("damage", ["flip", "cut", "grown", "gone", "folder", "empty"])
+def test_a_damaged_local_copy_is_fetched_again(url, local, tmp_path, damage):
+    """The object is sound: its owner must not be told to pack it again."""
+    theirs = read(FfcvSource(local), (0, 1))
+    source = RemoteSource(url, None, tmp_path)
+    (copy,) = tmp_path.glob("*/0.beton")
+    # Equal batches also while another run has the copy open.
+    if damage in ("flip", "cut", "grown"):
+        read(source, (0,))
+        source = RemoteSource(url, None, tmp_path)
+    source.close()
+    size = copy.stat().st_size
+    if damage == "flip":
+        content = bytearray(copy.read_bytes())
+        for at in (3, 20, 60, table_start(local) + 9, size - 5):
+            content[at] ^= 16
+        copy.write_bytes(content)
+    elif damage in ("cut", "grown"):
+        os.truncate(copy, size // 3 if damage == "cut" else size + 10)
+    else:
+        copy.unlink()
+    if damage == "folder":
+        (copy / "x").mkdir(parents=True)
+    elif damage == "empty":
+        copy.write_bytes(b"")
+    assert_equal(read(RemoteSource(url, None, tmp_path), (0, 1)), theirs)
+
+
+def test_a_file_in_place_of_the_local_copies_is_named(url, tmp_path):
+    (tmp_path / "cache").write_bytes(b"")
+    with pytest.raises(UserError, match=r"cache is a file, .* name another folder with --cache"):
+        RemoteSource(url, None, tmp_path / "cache")
+
+
+def test_too_few_cache_bytes_are_refused_before_the_first_batch(url, tmp_path):
+    options = {"batch": 4, "size": 32, "threads": 1, "cache": tmp_path}
+    with pytest.raises(UserError, match=r"give at least [0-9,]+, or a smaller --batch$") as refused:
+        densefeed.open_loader(url, cache_bytes=4096, **options)
+    least = int(re.search("least ([0-9,]+)", str(refused.value))[1].replace(",", ""))
+    with pytest.raises(UserError, match="give at least"):
+        densefeed.open_loader(url, cache_bytes=least - 1, **options)
+    assert list(densefeed.open_loader(url, cache_bytes=least, **options))
+
+
 def needed_bytes(local, ids):
     """Return the bytes of samples and of all that lies before and after the samples."""
     beton = Beton(local)
@@ -165,7 +211,7 @@ def test_a_replaced_object_is_noticed(url, local, tmp_path):
 def test_a_replaced_object_that_another_run_reads(url, local, tmp_path):
     source = RemoteSource(url, None, tmp_path)
     obstore.put(connect(url), url.key, local.read_bytes()[:-1] + b"\1")
-    with pytest.raises(UserError, match="replaced while another run reads it"):
+    with pytest.raises(UserError, match=r"was replaced, or .* while another run reads it"):
         RemoteSource(url, None, tmp_path)
     source.close()
 

@@ -9,6 +9,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -36,9 +38,11 @@ from densefeed.storage.shard_plan import (
     plan_shards,
     publish,
     redo_images,
+    share_plan,
 )
 from densefeed.storage.store_folder import MANIFEST, SIZED_FILES
 from densefeed.system.errors import UserError
+from densefeed.system.leases import Leases
 from densefeed.system.object_folder import ObjectFolder
 
 ROOT = Path(__file__).parents[2]
@@ -233,7 +237,7 @@ def test_the_status_counts_finished_and_unfinished_shards(many, tmp_path, monkey
             update(count)
             # Once, after a batch of a shard of several, until the thread of the lease reports it.
             if before.shards_done and not seen and count < len(writer.done):
-                wait_for(lambda: measure_status(out).rate > 0)
+                wait_for(lambda: measure_status(out).images_done > before.images_done)
                 seen.append((measure_status(out), before.images_done + count))
 
         return real(work, writer, start, updated)
@@ -427,6 +431,55 @@ def test_a_damaged_record_is_labeled_again(many, whole, tmp_path, capsys, damage
     assert files(out) == files(whole)
 
 
+def test_a_worker_whose_plan_was_replaced_stops_at_the_next_shard(many, tmp_path, monkeypatch):
+    """Another command labels other images into the same folder, before a shard is finished."""
+    other, out = shutil.copytree(many, tmp_path / "other"), tmp_path / "maps"
+    for path in sorted(other.rglob("*.jpg")):
+        path.rename(path.with_name(f"x{path.name}"))
+    claim, claimed = Leases.claim, []
+
+    def claim_late(self, name):
+        lease = claim(self, name)
+        if not claimed:
+            claimed.append(name)
+            share_plan(ObjectFolder(out), plan(other))
+        return lease
+
+    monkeypatch.setattr(Leases, "claim", claim_late)
+    with pytest.raises(UserError, match=r"another worker labels other images into .*maps: "):
+        join(many, out)
+    assert [path.stem for path in (out / SHARDS).glob("*.json")] == claimed
+
+
+@pytest.mark.slow
+def test_sigterm_gives_the_lease_back(many, tmp_path, command):
+    """Schedulers send it before a preemption; another worker need not wait for a minute."""
+    weights, out = tmp_path / "teacher.safetensors", tmp_path / "maps"
+    save_file(timm.create_model("test_resnet", num_classes=2).state_dict(), weights)
+    words = ["tools/relabel_imagenet.py", "--data", many, "--teacher", weights, "--batch", 1]
+    words += ["--model", "test_resnet", "--input-size", 512, "--tta-views", 8, "--top-k", 2]
+    words += ["--threads", 1, "--device", "cpu", "--out", out, "--workers-join"]
+    root = Path(__file__).parents[2]
+    worker = subprocess.Popen([sys.executable, *map(str, words)], cwd=root)
+    try:
+        until = time.monotonic() + 60
+        while not measure_holders(out) and time.monotonic() < until:
+            time.sleep(0.05)
+        worker.terminate()
+        assert worker.wait(20) == 130
+    finally:
+        worker.kill()
+    assert measure_holders(out) == 0
+    assert any((out / "leases").iterdir())
+    assert command(*words).returncode == 0
+    assert measure_status(out).images_done == COUNT
+
+
+def measure_holders(out: Path) -> int:
+    """The workers that hold a lease."""
+    return measure_status(out).workers if (out / PLAN).exists() else 0
+
+
 def test_other_options_are_refused_by_name(many, whole, tmp_path):
     out = shutil.copytree(whole, tmp_path / "maps")
     before = files(out)
@@ -440,7 +493,7 @@ def test_other_options_are_refused_by_name(many, whole, tmp_path):
     with pytest.raises(UserError, match=r"maps was started for another dataset; remove it"):
         join(other, out)
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(UserError, match=r"file is a file; name a folder for --workers-join"):
+    with pytest.raises(UserError, match=r"file is a file; name a folder, where workers label"):
         join(many, tmp_path / "file")
     assert files(out) == before
 

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -159,6 +160,36 @@ def test_a_copy_fetches_what_is_missing_and_drops_what_is_gone(many, whole, buck
     changed = {path for path, number in kept.items() if not path.exists() or path in (first, other)}
     assert changed == {other}
     assert sum(p.stat().st_ino == kept.get(p) for p in (copy / SHARDS).iterdir()) == len(kept) - 2
+
+
+@pytest.mark.parametrize("damage", ["bit", "manifest"])
+def test_a_damaged_copy_is_mended(whole, bucket, tmp_path, damage, capsys):
+    out, copy = store_whole(whole, bucket / "maps"), tmp_path / "copy"
+    fetch(out, copy)
+    path = copy / MANIFEST if damage == "manifest" else min((copy / SHARDS).glob("*.h5"))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content[:100] if damage == "manifest" else content)
+    with pytest.raises(UserError, match=r"of a folder first remove the shards that are named"):
+        verify_files((copy,))
+    assert "or fetch it again if it is a copy" in capsys.readouterr().out
+    fetch(out, copy)
+    assert files(copy) == copied(whole)
+    verify_files((copy,))
+
+
+def test_merge_names_the_command_for_a_folder(whole, tmp_path):
+    with pytest.raises(UserError, match=r"score_maps.py convert .* --form raw --out FILE.h5"):
+        merge_files(whole)
+
+
+def test_a_copy_is_not_taken_for_a_labeling(many, whole, bucket, tmp_path):
+    copy = tmp_path / "copy"
+    fetch(store_whole(whole, bucket / "maps"), copy)
+    for use in (measure_status, lambda place: redo_images(place, ("x.jpg",)), partial(join, many)):
+        with pytest.raises(UserError, match=r"copy is a copy of a finished store; name the folder"):
+            use(copy)
+    assert files(copy) == copied(whole)
 
 
 def test_what_is_no_copy_stays(many, whole, bucket, tmp_path):

@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from densefeed.storage import shard_plan
 from densefeed.storage.shard_plan import (
     PLAN,
     SHARDS,
     Status,
+    measure_rate,
     measure_status,
     print_status,
     read_record,
@@ -62,18 +64,26 @@ def test_a_status_has_progress_rate_and_time_left():
     assert slow._replace(workers=0, rate=0.0).lines()[1] == "0 workers, 0.0 images/s"
 
 
+def test_finished_shards_have_a_rate(monkeypatch):
+    """Where no worker has renewed its lease yet, as for shards of a few seconds."""
+    monkeypatch.setattr(shard_plan.time, "time", lambda: 1000.0)
+    assert measure_rate([]) == measure_rate([(990.0, 8)]) == 0
+    # The first was finished 100 s ago, and another one too long ago.
+    assert measure_rate([(950.0, 40), (900.0, 30), (300.0, 7), (1000.0, 10)]) == 0.5
+    assert measure_rate([(1000.0, 1), (1000.0, 1)]) > 0
+
+
 def test_a_missing_or_damaged_plan_is_one_sentence(tmp_path):
     with pytest.raises(UserError, match=r"plan.json: there is no such file; start the labeling"):
         print_status(tmp_path)
     begun = {"header": 1, "shard_images": 1}
     for values in (
         *([], {"header": 1}, begun | {"shards": 3}, begun | {"shards": []}),
+        *(begun | {"sizes": [], "shards": [["x", count]]} for count in (0, -5)),
         *(begun | {"shards": [], "sizes": sizes} for sizes in (3, [0], [[0, "x"]], [[0, [1]]])),
     ):
         (tmp_path / PLAN).write_text(json.dumps(values))
-        with pytest.raises(
-            UserError, match=r"plan.json is damaged; remove it and run .*again$"
-        ):
+        with pytest.raises(UserError, match=r"plan.json is damaged; remove it and run .*again$"):
             measure_status(tmp_path)
     (tmp_path / PLAN).write_bytes(b"")
     with pytest.raises(UserError, match=r"plan.json is damaged"):

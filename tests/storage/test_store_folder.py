@@ -15,7 +15,14 @@ from densefeed.storage.images import Images
 from densefeed.storage.maintenance import convert
 from densefeed.storage.row_codecs import ScoreMaps
 from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, StoreHeader
-from densefeed.storage.store_folder import MANIFEST, Manifest, StoredShard, hash_file, open_rows
+from densefeed.storage.store_folder import (
+    MANIFEST,
+    REMEDY,
+    Manifest,
+    StoredShard,
+    hash_file,
+    open_rows,
+)
 from densefeed.system.errors import UserError
 
 from ..stores import write_store
@@ -174,7 +181,7 @@ def test_an_altered_manifest_is_refused_by_name(stores, tmp_path, altered):
     values = json.loads((out / MANIFEST).read_text())
     ALTERED[altered](values)
     (out / MANIFEST).write_text(json.dumps(values))
-    with pytest.raises(UserError, match=rf"^{out}.*(again|relabel|relabel_imagenet.py)$"):
+    with pytest.raises(UserError, match=rf"^{out}.*({REMEDY}|again|relabel|relabel_imagenet.py)$"):
         ScoreMapStore(out)
 
 
@@ -182,7 +189,7 @@ def test_an_altered_manifest_is_refused_by_name(stores, tmp_path, altered):
 def test_a_damaged_manifest_is_refused_by_name(stores, tmp_path, content):
     out = shutil.copytree(stores["raw"][1], tmp_path / "maps")
     (out / MANIFEST).write_bytes(content)
-    with pytest.raises(UserError, match=f"^{out / MANIFEST}.*run the labeling again$"):
+    with pytest.raises(UserError, match=rf"^{out / MANIFEST}.*{REMEDY}$"):
         ScoreMapStore(out)
 
 

@@ -107,7 +107,14 @@ def test_a_lease_is_kept_by_a_thread_and_then_released(tmp_path):
     assert len(list_holders(ObjectFolder(tmp_path), ["a", "b"])) == 1
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"worker": "x", "more": 1}', b"\xff"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"[]", b'{"worker": "x", "more": 1}', b"\xff", b'{"worker": [1]}'),
+        *(b'{"worker": "x", "rate": "fast"}', b'{"worker": "x", "rate": NaN}'),
+        *(b'{"worker": "x", "done": -1}', b'{"worker": "x", "released": "yes"}'),
+    ],
+)
 def test_a_damaged_lease_is_held_until_its_time_is_over(tmp_path, clock, content):
     objects = ObjectFolder(tmp_path)
     objects.create(lease_key("a", 1), content)

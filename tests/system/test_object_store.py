@@ -167,6 +167,14 @@ def test_an_endpoint_that_is_no_url_is_refused(bucket, monkeypatch, value):
         connect(bucket)
 
 
+def test_a_setting_that_cannot_be_read_is_named(bucket, monkeypatch):
+    monkeypatch.setenv("AWS_TIMEOUT", "abc")
+    with pytest.raises(
+        UserError, match=r"setting in the environment cannot be read; .*AWS"
+    ):
+        connect(bucket)
+
+
 def test_a_forked_process_is_refused(bucket):
     """obstore would hang there."""
     connect(bucket)

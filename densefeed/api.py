@@ -20,7 +20,7 @@ from densefeed.pipelines.open import DataOptions, Mode, open_dataset
 from densefeed.pipelines.shapes import token_grid
 from densefeed.pipelines.targets import check_batch
 from densefeed.system.errors import UserError
-from densefeed.system.object_store import find_url, parse_location
+from densefeed.system.object_store import ObjectURL, find_url, parse_location
 from densefeed.system.options import check_type, leaves, with_options
 from densefeed.training.config import Config, check_unused
 from densefeed.training.step_inputs import PATCH
@@ -97,7 +97,8 @@ def open_loader(
         batch: images per batch, all ranks together.
         size: side of the crops, pixels.
         seed: key of every random draw.
-        score_maps: HDF5 file of score maps, for data that carries none.
+        score_maps: HDF5 file of score maps, for data that carries none; or a folder of shards, on a
+            disk or in object storage.
         cache: folder of the local copies of data in object storage.
         train: random-resized crops in random order; else center crops, each image once, in order.
         rank, ranks: this process and the number of processes, which share every batch.
@@ -112,20 +113,25 @@ def open_loader(
     check_type("train", bool, train)
     if score_maps and not train:
         raise TypeError("open_loader reads score_maps with train=True only")
-    place = find_url(Path(path)) or parse_location(str(path))
+    place = as_location(path)
     data = DataOptions(
         # Loader's mode selects one of the two, so both can be the same path.
         train=place,
         val=place,
         size=size,
         loader="folder" if isinstance(place, Path) and place.is_dir() else "ffcv",
-        score_maps=Path(score_maps) if score_maps else None,
+        score_maps=as_location(score_maps) if score_maps else None,
         cache=Path(cache) if cache else None,
     )
     mode = "train" if train else "evaluate"
     return Loader(
         with_options(data, **options), mode, batch=batch, seed=seed, rank=rank, ranks=ranks
     )
+
+
+def as_location(place: str | Path) -> Path | ObjectURL:
+    """Return a path, or the URL that text or a path means."""
+    return find_url(Path(place)) or parse_location(str(place))
 
 
 class TrainLoss:

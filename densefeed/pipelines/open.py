@@ -24,6 +24,7 @@ from densefeed.pipelines.shapes import (
     describe_shape,
     list_shapes,
 )
+from densefeed.storage.fetch import make_local
 from densefeed.storage.geometry import LEAST_CROP
 from densefeed.storage.images import MaxPixels, limit_pixels
 from densefeed.system.devices import THREADS, free_memory
@@ -44,12 +45,14 @@ class DataOptions(Options):
     # with ffcv also s3://BUCKET/train.beton
     train: Annotated[Location, arg(name="data")] = tyro.MISSING
     val: Location = tyro.MISSING  # validation set, of the same kind
-    # folder of local copies of --data and --val in object storage; default: ~/.cache/densefeed
+    # folder of local copies of --data, --val and --score-maps in object storage; default:
+    # ~/.cache/densefeed
     cache: Path | None = None
     # bytes of disk that the copy of --data may take, and that of --val; 0: 0.9 of the free space
     cache_bytes: NonNegativeInt = 0
-    # score maps (HDF5 file or folder of shards) of the training set; a .beton may carry its own
-    score_maps: Path | None = None
+    # score maps of the training set: HDF5 file, or folder of shards, also s3://BUCKET/FOLDER, of
+    # which a local copy is made; a .beton may carry its own
+    score_maps: Location | None = None
     # keep all score maps in the memory of the device (ImageNet: 9 GB) instead of in the batches
     maps_on_device: bool = False
     # folder: folders of images; ffcv: .beton files; dali: either, decoded by NVIDIA DALI
@@ -98,7 +101,9 @@ class DataOptions(Options):
     def unused(self) -> dict[str, str]:
         found = {} if self.aspects else {"side_multiple": "--aspects"}
         if not any(isinstance(path, ObjectURL) for path in (self.train, self.val)):
-            found |= dict.fromkeys(("cache", "cache_bytes"), "--data s3://...")
+            found["cache_bytes"] = "--data s3://..."
+            if not isinstance(self.score_maps, ObjectURL):
+                found["cache"] = "--data s3://..."
         return found
 
     @property
@@ -231,6 +236,8 @@ def open_dataset(
     limit_pixels(data.max_pixels)
     (open_source, make), training = find_loader(data.loader), mode == "train"
     path, score_maps = (data.train, data.score_maps) if training else (data.val, None)
+    if score_maps is not None:
+        score_maps = make_local(score_maps, data.cache)
     if isinstance(path, ObjectURL):
         source = open_remote(path, data, score_maps)
     else:

@@ -4,6 +4,9 @@ Every file gets its name once its bytes match the manifest's checksum, and the m
 last. So a copy that was interrupted continues, and readers never open a part of one.
 """
 
+import fcntl
+import hashlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -21,9 +24,9 @@ from densefeed.storage.store_folder import (
     read_manifest,
 )
 from densefeed.system.errors import UserError
-from densefeed.system.files import make_folder, replace_file
+from densefeed.system.files import cache_folder, lock, make_folder, name_errors, replace_file
 from densefeed.system.json_files import parse_json
-from densefeed.system.object_store import ObjectStore, ObjectURL, StorageError
+from densefeed.system.object_store import ObjectStore, ObjectURL, StorageError, find_url
 from densefeed.system.progress import bar
 from densefeed.system.terminal import print
 
@@ -31,21 +34,51 @@ from densefeed.system.terminal import print
 THREADS = 8
 
 
+def make_local(place: Path | ObjectURL, cache: Path | None = None) -> Path:
+    """Return a store on the disk: `place`, or a copy of that URL in the folder `cache`.
+
+    The copy is brought up to date; one process of a machine does it, and the others wait. Shards
+    that are here are compared by their size alone, because readers check each row. By default the
+    folder is that of all copies. Raises UserError if the store is not finished.
+    """
+    url = place if isinstance(place, ObjectURL) else find_url(place)
+    if url is None:
+        return place
+    copy = (cache or cache_folder()) / f"maps-{hashlib.sha256(url.encode()).hexdigest()[:32]}"
+    make_folder(copy)
+    with name_errors(copy), open(copy / "lock", "w") as file:
+        lock(file.fileno(), copy, fcntl.LOCK_EX)
+        objects = ObjectStore(url)
+        copy_store(objects, read_remote_manifest(objects), copy, has_size)
+    return copy
+
+
 def fetch(url: ObjectURL, out: Path) -> ScoreMapStore:
     """Copy a finished store at a URL to the folder `out`, and return the copy.
 
-    An earlier copy is brought up to date. Raises UserError if the store is not finished, or if
-    `out` holds anything else.
+    An earlier copy is brought up to date, and what is damaged in it replaced. Raises UserError if
+    the store is not finished, or if `out` holds anything else.
     """
     objects = ObjectStore(url)
     manifest = read_remote_manifest(objects)
     check_copy(out, manifest)
     make_folder(out)
+    copy_store(objects, manifest, out, is_whole)
+    return ScoreMapStore(out)
+
+
+def copy_store(
+    objects: ObjectStore,
+    manifest: Manifest,
+    out: Path,
+    is_here: Callable[[Path, StoredShard], bool],
+) -> None:
+    """Copy the shards for whose paths `is_here` is False, and the manifest; remove other shards."""
+    url = objects.root
 
     def copy(shard: StoredShard) -> bool:
-        """Copy a shard; False if it is here, with the right checksum."""
-        path = out / shard.file
-        if find_size(path) == shard.bytes and hash_file(path) == shard.sha256:
+        """Copy a shard; False if it is here."""
+        if is_here(out / shard.file, shard):
             return False
         with replace_file(out / shard.file) as part:
             try:
@@ -68,7 +101,6 @@ def fetch(url: ObjectURL, out: Path) -> ScoreMapStore:
         part.write_bytes(manifest.to_json())
     remove_others(out, manifest)
     print(f"{copied:,} of {len(manifest.shards):,} shards were copied from {url}")
-    return ScoreMapStore(out)
 
 
 def read_remote_manifest(objects: ObjectStore) -> Manifest:
@@ -100,9 +132,14 @@ def check_copy(out: Path, manifest: Manifest) -> None:
         raise UserError(f"{out} is no copy of a store; remove it or name another folder")
 
 
-def find_size(path: Path) -> int | None:
-    """Return the size of a regular file; None if there is none."""
-    return path.stat().st_size if path.is_file() else None
+def has_size(path: Path, shard: StoredShard) -> bool:
+    """Whether there is a regular file of the shard's size."""
+    return path.is_file() and path.stat().st_size == shard.bytes
+
+
+def is_whole(path: Path, shard: StoredShard) -> bool:
+    """Whether there is a file of the shard's bytes."""
+    return has_size(path, shard) and hash_file(path) == shard.sha256
 
 
 def remove_others(out: Path, manifest: Manifest) -> None:

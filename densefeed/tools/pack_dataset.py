@@ -51,6 +51,7 @@ from densefeed.pipelines.folder import score_map_spec
 from densefeed.storage import indexed_jpeg
 from densefeed.storage.beton import JPEG, PAGE, PLANES, RAW, map_arrays, map_fields
 from densefeed.storage.beton_writer import FAILED, PACKED, BetonWriter, Sample
+from densefeed.storage.fetch import make_local
 from densefeed.storage.images import Images, MaxPixels, decode, limit_pixels
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.devices import CORES
@@ -78,7 +79,8 @@ class Packing(Options):
     # also as s3://BUCKET/FOLDER; the root of --dataset
     data: Annotated[Location, tyro.conf.arg(aliases=["--root"])]
     out: Path  # the .beton to write
-    maps: Path | None = None  # score maps (HDF5 file or folder of shards) of this data
+    # score maps of this data: HDF5 file, or folder of shards, also s3://BUCKET/FOLDER
+    maps: Location | None = None
     dataset: str = ""  # a name from the list above, if not a folder of class folders
     split: str = "train"  # split of the dataset
     # shrink images with a longer side to this side, pixels; 0: never
@@ -175,7 +177,7 @@ def refuse(reasons: list[str], writer: BetonWriter) -> None:
 
 def open_maps(packing: Packing, fingerprint: str, images: Images) -> ScoreMapStore:
     """Open the score maps. Raises UserError if they belong to images of another fingerprint."""
-    store = ScoreMapStore(packing.maps)
+    store = ScoreMapStore(make_local(packing.maps))
     store.check(fingerprint, packing.data, images)
     if store.error:
         print(f"{packing.maps} is compact; the .beton inherits its error: {store.error}")

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,14 @@ from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.remote import RemoteSource
 from densefeed.storage.beton import Beton, verify_files
+from densefeed.storage.images import Images
+from densefeed.storage.score_maps import ScoreMaps, ScoreMapWriter
+from densefeed.storage.store_file import StoreFile
+from densefeed.storage.store_folder import MANIFEST, SIZED_FILES, Manifest, StoredShard, hash_file
 from densefeed.system.errors import UserError
-from densefeed.system.object_store import connect
+from densefeed.system.object_store import ObjectStore, connect
+from densefeed.tools.pack_dataset import Packing
+from densefeed.tools.pack_dataset import main as pack
 from densefeed.tools.validate import Validation, open_source
 
 
@@ -337,3 +344,60 @@ def test_train_from_storage_equals_local_training(url, local, tmp_path, command)
         done = command(*recipe, "--data", url, "--out", tmp_path / "x", *extra)
         assert done.returncode == 2
         assert reason in done.stderr
+
+
+# ------------------------------------------------------------------------------- score maps
+
+
+@pytest.fixture
+def store_url(folder, maps, bucket, tmp_path):
+    """The maps of `folder` as a store of two shards in object storage."""
+    whole = StoreFile(maps)
+    images, objects = Images(folder, split="train"), ObjectStore(bucket / "maps")
+    shards = []
+    for rows in (range(4), range(4, len(images))):
+        name = f"{len(shards):016x}"
+        path = tmp_path / f"{name}.h5"
+        part = images.fingerprint(rows, SIZED_FILES)
+        writer = ScoreMapWriter(
+            path,
+            replace(whole.header, fingerprint=part),
+            images.paths[rows.start : rows.stop],
+            images.labels[rows.start : rows.stop],
+        )
+        ids = np.arange(rows.start, rows.stop)
+        writer.write(np.arange(len(rows)), ScoreMaps(*whole.take(ScoreMaps._fields, ids)))
+        writer.finish()
+        digest = hash_file(path)
+        file = f"shards/{name}-{digest[:16]}.h5"
+        obstore.put(connect(objects.root), (objects.root / file).key, path.read_bytes())
+        shards.append(StoredShard(file, len(rows), path.stat().st_size, digest, part))
+    objects.replace(MANIFEST, Manifest(whole.header, tuple(shards)).to_json())
+    return objects.root
+
+
+def test_score_maps_at_a_url_are_those_of_the_file(folder, maps, store_url, tmp_path, capsys):
+    options = {"batch": 4, "size": 32, "seed": 3, "threads": 1}
+    theirs = list(densefeed.open_loader(folder, score_maps=maps, **options))
+    assert theirs[0].map_class is not None
+    cache = tmp_path / "cache"
+    for place in (str(store_url), Path(store_url)):
+        ours = densefeed.open_loader(folder, score_maps=place, cache=cache, **options)
+        assert_equal(list(ours), theirs)
+    said = capsys.readouterr().out
+    assert f"2 of 2 shards were copied from {store_url}" in said
+    assert f"0 of 2 shards were copied from {store_url}" in said
+    # Another process has it open, and may have been killed while it copied.
+    (shard, *_) = cache.glob("maps-*/shards/*.h5")
+    os.truncate(shard, 100)
+    ours = densefeed.open_loader(folder, score_maps=store_url, cache=cache, **options)
+    assert_equal(list(ours), theirs)
+
+
+def test_packing_takes_score_maps_at_a_url(folder, packed, store_url, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    pack(Packing(data=folder, split="train", maps=store_url, out=tmp_path / "x.beton"))
+    mine, theirs = Beton(tmp_path / "x.beton"), Beton(packed[0])
+    for name in ("map", "lse", "window"):
+        (one,), (other,) = (b.arrays(np.arange(11), [name]).values() for b in (mine, theirs))
+        assert one.tobytes() == other.tobytes()

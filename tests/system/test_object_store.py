@@ -169,9 +169,7 @@ def test_an_endpoint_that_is_no_url_is_refused(bucket, monkeypatch, value):
 
 def test_a_setting_that_cannot_be_read_is_named(bucket, monkeypatch):
     monkeypatch.setenv("AWS_TIMEOUT", "abc")
-    with pytest.raises(
-        UserError, match=r"setting in the environment cannot be read; .*AWS"
-    ):
+    with pytest.raises(UserError, match=r"setting in the environment cannot be read; .*AWS"):
         connect(bucket)
 
 

@@ -2,10 +2,13 @@
 
 import csv
 
+import pytest
+
 from benchmarks import label_plan
 from benchmarks.label_plan import PlanBenchmark, main
 
 
+@pytest.mark.slow
 def test_each_case_is_measured(tmp_path, monkeypatch):
     cases = [(mode, 2, 50) for mode in ("whole", "start", "all", "last")]
     monkeypatch.setattr(label_plan, "CASES", cases)

@@ -83,7 +83,7 @@ INLINED(void, sum_row)(const int16_t *const from[3], size_t across, const Axis a
 
 DEFINE(void, shrink_row)(const int16_t *const from[3], size_t across, const Axis axis[3], int i,
     int filter, int width, uint8_t *pixels) {
-    int luma = axis[0].most, chroma = max(axis[1].most, axis[2].most);
+    int luma = axis[0].count[i], chroma = max(axis[1].count[i], axis[2].count[i]);
 #define SUM(luma, chroma) \
     CALL(sum_row)(from, across, axis, i, filter, width, pixels, luma, chroma)
     switch (8 * luma + chroma) {

@@ -9,7 +9,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from ctypes import (
     CDLL,
     Structure,
@@ -426,7 +426,9 @@ class Pool:
 
     def submit(self, job: Job) -> None:
         """Submit a job, which must then be waited for or cancelled."""
-        with self._locked():
+        self.check()
+        with self._lock:
+            self.check()
             # In the list first: the library must not hold a batch whose memory may be freed.
             self._waiting.append(job)
             library().densefeed_submit(self._handle, byref(job.batch))
@@ -452,7 +454,9 @@ class Pool:
 
     def _poll(self, job: Job, cancel: bool = False, seconds: float = WAIT) -> bool:
         """Wait up to `seconds`, and return whether the job is finished."""
-        with self._locked():
+        self.check()
+        with self._lock:
+            self.check()
             if job not in self._waiting:
                 return True
             batch = byref(job.batch)
@@ -460,16 +464,11 @@ class Pool:
                 self._waiting.remove(job)
             return bool(ended)
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        # Check before locking: in a forked child the thread that held the lock may not exist.
-        self.check()
-        with self._lock:
-            self.check()
-            yield
-
     def check(self) -> None:
-        """Raise RuntimeError if the pool is closed or belongs to another process."""
+        """Raise RuntimeError if the pool is closed or belongs to another process.
+
+        Also before the lock is taken: in a forked child the thread that held it may not exist.
+        """
         if not self._close.alive:
             raise RuntimeError("this loader is closed")
         if os.getpid() != self._pid:

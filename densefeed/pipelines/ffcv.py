@@ -88,7 +88,7 @@ class FfcvSource(StoreMaps):
     def begin(self, ids: np.ndarray) -> Fetch:
         beton = self._beton
         samples = np.zeros(len(ids), native.SAMPLE)
-        samples["file"] = np.array(beton.descriptors, np.int32)[beton.images.file[ids]]
+        samples["file"] = beton.open_files(ids)
         samples["offset"], samples["length"] = beton.images.offset[ids], beton.images.size[ids]
         samples["kind"] = beton.modes[ids]
         samples["height"], samples["width"] = beton.heights[ids], beton.widths[ids]
@@ -117,13 +117,12 @@ class FfcvSource(StoreMaps):
         if self._store is not None:
             return super().map_rows(ids, memory)
         fields = map_tensors(len(ids), self.score_maps, memory.empty)
-        (file, both), (_, lse), (_, window) = (
-            self._beton.array_offsets(name, ids) for name in MAP_FIELDS
-        )
+        files, offsets = np.empty((len(ids), 4), np.int32), np.empty((len(ids), 4), np.int64)
         # The field `map` is the logits, then the classes. The checksum covers these four arrays in
         # this order.
-        offsets = np.stack([both, both + fields.logit[0].nbytes, lse, window], axis=1)
-        files = np.repeat(file[:, None], 4, axis=1)
+        for column, name in zip((0, 2, 3), MAP_FIELDS, strict=True):
+            file, offsets[:, column] = self._beton.array_offsets(name, ids)
+        files[:], offsets[:, 1] = file[:, None], offsets[:, 0] + fields.logit[0].nbytes
         crcs = None if self._beton.crcs is None else self._beton.crcs[ids]
         to = [field.numpy() for field in fields]
         return MapRows(native.Parts(files, offsets, to, crcs), fields)

@@ -200,19 +200,22 @@ class Memory:
 
     def __init__(self) -> None:
         self.pinned = torch.cuda.is_available()
-        # Free blocks by their shape and dtype.
-        self._free = {}
+        # Free blocks by their shape and dtype; blocks in use by their identity.
+        self._free, self._lent = {}, {}
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialized tensor on the CPU."""
         if self.pinned:
             return torch.empty(shape, dtype=dtype, pin_memory=True)
-        free = self._free.setdefault((shape, dtype), [])
+        free, lent = self._free.setdefault((shape, dtype), []), self._lent
         block = free.pop() if free else torch.empty(shape, dtype=dtype).numpy()
         # The tensor holds this view, so the view dies with the last tensor that shares the memory.
-        view = block[:]
-        # At exit no block is needed again, so the finalizers need not run then.
-        weakref.finalize(view, free.append, block).atexit = False
+        view, key = block[:], id(block)
+
+        def take_back(_: weakref.ref) -> None:
+            free.append(lent.pop(key)[0])
+
+        lent[key] = block, weakref.ref(view, take_back)
         return torch.from_numpy(view)
 
 

@@ -480,8 +480,11 @@ class Beton:
 
     def array_offsets(self, name: str, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return file descriptors (int32) and offsets (int64) of an ndarray field, `[N]` each."""
-        descriptors = np.array(self.descriptors, np.int32)[self.images.file[ids]]
-        return descriptors, self._offsets[self._number(name)][ids]
+        return self.open_files(ids), self._offsets[self._number(name)][ids]
+
+    def open_files(self, ids: np.ndarray) -> np.ndarray:
+        """Return the file descriptors of samples, int32 `[N]`."""
+        return np.array(self.descriptors, np.int32)[self.images.file[ids]]
 
     def arrays(self, ids: np.ndarray, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
         """Copy the rows `ids` of ndarray fields (default: all), `{name: [len(ids), *shape]}`.

@@ -8,7 +8,7 @@ from PIL import Image
 from densefeed import native
 from densefeed.pipelines.batch import ScoreMapSpec
 from densefeed.pipelines.folder import StoreMaps, map_tensors, score_map_spec
-from densefeed.pipelines.loader import Encoded, Fetch, MapRows, Memory
+from densefeed.pipelines.loader import Encoded, Fetch, Located, MapPlaces, MapRows, Memory
 from densefeed.storage.beton import MAP_FIELDS, Beton, name_classes
 from densefeed.storage.images import decode
 from densefeed.storage.score_maps import ScoreMapStore
@@ -82,18 +82,22 @@ class FfcvSource(StoreMaps):
     def read_ahead(self, first: int, end: int) -> None:
         self._beton.read_ahead(first, end)
 
-    def sizes(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return self._beton.heights[ids], self._beton.widths[ids]
+    def locate(self, ids: np.ndarray) -> Located:
+        maps = self.score_maps and self._store is None
+        return Located(self._locate_images(ids), self._locate_maps(ids) if maps else None)
 
     def begin(self, ids: np.ndarray) -> Fetch:
+        # The native threads read the file, so there is nothing to wait for here.
+        return Fetch(lambda: Encoded(self._locate_images(ids), {}), lambda: None)
+
+    def _locate_images(self, ids: np.ndarray) -> np.ndarray:
         beton = self._beton
         samples = np.zeros(len(ids), native.SAMPLE)
         samples["file"] = beton.open_files(ids)
         samples["offset"], samples["length"] = beton.images.offset[ids], beton.images.size[ids]
         samples["kind"] = beton.modes[ids]
         samples["height"], samples["width"] = beton.heights[ids], beton.widths[ids]
-        # The native threads read the file, so there is nothing to wait for here.
-        return Fetch(lambda: Encoded(samples, {}), lambda: None)
+        return samples
 
     def image(self, index: int) -> Image.Image:
         encoded, mode = self._beton.image(index)
@@ -113,19 +117,25 @@ class FfcvSource(StoreMaps):
         jpegs = self._beton.modes == native.JPEG
         return int(1.5 * (self._beton.heights * self._beton.widths.astype(np.int64))[jpegs].sum())
 
-    def map_rows(self, ids: np.ndarray, memory: Memory) -> MapRows:
-        if self._store is not None:
-            return super().map_rows(ids, memory)
-        fields = map_tensors(len(ids), self.score_maps, memory.empty)
+    def _locate_maps(self, ids: np.ndarray) -> MapPlaces:
         files, offsets = np.empty((len(ids), 4), np.int32), np.empty((len(ids), 4), np.int64)
         # The field `map` is the logits, then the classes. The checksum covers these four arrays in
         # this order.
         for column, name in zip((0, 2, 3), MAP_FIELDS, strict=True):
             file, offsets[:, column] = self._beton.array_offsets(name, ids)
-        files[:], offsets[:, 1] = file[:, None], offsets[:, 0] + fields.logit[0].nbytes
-        crcs = None if self._beton.crcs is None else self._beton.crcs[ids]
+        entries = self.score_maps.side**2 * self.score_maps.top_k
+        files[:], offsets[:, 1] = file[:, None], offsets[:, 0] + 2 * entries
+        return MapPlaces(
+            files, offsets, None if self._beton.crcs is None else self._beton.crcs[ids]
+        )
+
+    def map_rows(self, ids: np.ndarray, memory: Memory, places: MapPlaces | None = None) -> MapRows:
+        if self._store is not None:
+            return super().map_rows(ids, memory)
+        file, offset, crc = places or self._locate_maps(ids)
+        fields = map_tensors(len(ids), self.score_maps, memory.empty)
         to = [field.numpy() for field in fields]
-        return MapRows(native.Parts(files, offsets, to, crcs), fields)
+        return MapRows(native.Parts(file, offset, to, crc), fields)
 
     def check_map(self, index: int) -> None:
         if self._store is not None:

@@ -72,6 +72,28 @@ class Fetch(NamedTuple):
     cancel: Callable[[], object]
 
 
+class MapPlaces(NamedTuple):
+    """Where the score maps of N samples lie, as in native.Parts."""
+
+    file: np.ndarray  # int32 [N, parts]
+    offset: np.ndarray  # int64 [N, parts]
+    crc: np.ndarray | None  # uint32 [N]
+
+
+class Located(NamedTuple):
+    """Where samples of several batches lie."""
+
+    samples: np.ndarray  # as in Encoded
+    maps: MapPlaces | None
+
+    def split(self, size: int) -> "Iterator[Located]":
+        """Yield the places of each `size` samples; they share the memory of all."""
+        for first in range(0, len(self.samples), size):
+            part = slice(first, first + size)
+            maps = self.maps and MapPlaces(*(x if x is None else x[part] for x in self.maps))
+            yield Located(self.samples[part], maps)
+
+
 class MapRows(NamedTuple):
     """The location of the score maps of a batch, and the tensors that they are copied to."""
 
@@ -99,9 +121,11 @@ class Source(Protocol):
     native threads. `image` and `check_map` are called for samples that failed there. Where whole
     images are augmented before the crop, `image` takes the place of `begin`.
 
-    A source that knows the sizes of its images without reading them may have `sizes(ids)`: heights
-    and widths, pixels, integers `[N]` each, the same as in `Encoded.samples`. Then the crops of
-    several batches are planned at once.
+    A source that knows where its samples lie without reading them may have `locate(ids)`, which
+    returns Located: the same samples as `Encoded`, and the places of the maps if `map_rows` takes
+    them as a third argument. Then the crops of several batches are planned, and their samples
+    located, at once: beside a training, whose data fill the caches, a call of numpy takes several
+    times as long. `begin` is called for such a source only if it has `follow`.
 
     A source that is slow to read in random order may have `blocks()`: the Blocks of the order in
     which training must read it, or None (storage/parquet_files.py).
@@ -232,6 +256,10 @@ class Crops(NamedTuple):
         """Yield the crops of each `size` samples."""
         for first in range(0, len(self.flip), size):
             yield Crops(*(field[first : first + size] for field in self))
+
+
+# Of a source that fetches nothing.
+NO_FETCH = Fetch(lambda: None, lambda: None)
 
 
 @dataclass(eq=False)
@@ -389,7 +417,9 @@ class ThreadedLoader:
         for rows, runs in batches:
             for first, end in runs:
                 self.source.read_ahead(first, end)
-            if prepare is None:
+            if prepare is None and self._locates() and not hasattr(self.source, "follow"):
+                yield NO_FETCH, rows
+            elif prepare is None:
                 yield self.source.begin(rows.index), rows
             else:
                 # A forked child would wait for threads that it does not have.
@@ -398,24 +428,31 @@ class ThreadedLoader:
 
     def _plan(
         self, epoch: int, shard: RankRows, start: int, early: bool
-    ) -> Iterator[tuple[np.ndarray, Crops | None]]:
+    ) -> Iterator[tuple[np.ndarray, Crops | None, Located | None]]:
         """Draw the random numbers of the crops of every batch from `start` on, and plan them.
 
-        `early` plans before the images are fetched, where the source knows their sizes; crops that
-        cannot be planned yet are None.
+        `early` plans before the images are fetched, where the source can locate them; what cannot
+        be planned yet is None.
         """
         batches, size = shard.index.shape
-        # With buckets each batch has crops of another aspect.
-        early = early and self.plan.buckets is None and hasattr(self.source, "sizes")
+        early = early and self._locates()
         step = max(1, PLANNED // size)
         for first in range(start, batches, step):
             rows = RankRows(*(field[first : first + step].ravel() for field in shard))
             u, crops = self.plan.crop_draws(epoch, rows.index, rows.repeat), repeat(None)
+            located = repeat(None)
             if early:
-                shape = self.plan.shape(epoch, first)
-                crops = self._crop(epoch, rows, self.source.sizes(rows.index), u, shape).split(size)
+                all_of_them, shape = self.source.locate(rows.index), self.plan.shape(epoch, first)
+                samples = all_of_them.samples
+                planned = self._crop(epoch, rows, (samples["height"], samples["width"]), u, shape)
+                samples["box_tlhw"], samples["flip"], samples["filter"] = planned[:3]
+                crops, located = planned.split(size), all_of_them.split(size)
             splits = np.split(u, range(size, len(rows.index), size), axis=1)
-            yield from zip(splits, crops, strict=False)
+            yield from zip(splits, crops, located, strict=False)
+
+    def _locates(self) -> bool:
+        """Whether the source can locate samples. With buckets each batch has another aspect."""
+        return self.plan.buckets is None and hasattr(self.source, "locate")
 
     def _crop(
         self,
@@ -444,17 +481,21 @@ class ThreadedLoader:
         rows: RankRows,
         u: np.ndarray,
         crops: Crops | None,
+        located: Located | None,
     ) -> _Begun:
-        """Submit a batch for decoding; `u` and `crops` are what `_plan` yields for it."""
+        """Submit a batch for decoding; the last three are what `_plan` yields for it."""
         encoded, ids = fetch.wait(), rows.index
-        samples = encoded.samples
-        if crops is None:
+        if located is None:
+            samples = encoded.samples
             extents = samples["height"], samples["width"]
             crops = self._crop(epoch, rows, extents, u, shape, flipped=bool(encoded.follow))
-        samples["box_tlhw"], samples["flip"], samples["filter"] = crops[:3]
+            samples["box_tlhw"], samples["flip"], samples["filter"] = crops[:3]
+        else:
+            encoded = Encoded(located.samples, {})
         maps = None
         if self.score_maps and self._maps:
-            maps = self.source.map_rows(ids, self._memory)
+            places = [located.maps] if located and located.maps else []
+            maps = self.source.map_rows(ids, self._memory, *places)
             # A map that matches its checksum again holds the same values: 2 % of the loader's time.
             if maps.parts.crc is None or not self._checked[ids].all():
                 parts = maps.parts._replace(limits=self.score_maps.limits)

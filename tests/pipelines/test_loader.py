@@ -84,13 +84,13 @@ def test_batches_do_not_depend_on_threads_or_resume(beton, threads):
 
 
 @pytest.mark.parametrize("planned", [1, 8, 1000])
-@pytest.mark.parametrize("sizes", [True, False])
+@pytest.mark.parametrize("locates", [True, False])
 def test_crops_are_those_of_the_plan_however_many_are_planned_at_once(
-    beton, monkeypatch, planned, sizes
+    beton, monkeypatch, planned, locates
 ):
     monkeypatch.setattr(loader_module, "PLANNED", planned)
-    if not sizes:
-        monkeypatch.delattr(FfcvSource, "sizes")
+    if not locates:
+        monkeypatch.delattr(FfcvSource, "locate")
     source = FfcvSource(beton)
     # Closes the source that it reads.
     for batch in epoch_of(FfcvSource(beton), start=1):

@@ -123,7 +123,9 @@ class Worker:
             # Of a worker that was stopped for long, others have finished the shard, and removed its
             # unfinished file.
             if isinstance(error, LeaseLostError) or self.is_done(shard):
-                print(f"shard {shard.name} was taken by another worker; this one leaves it")
+                print(
+                    f"the lease of shard {shard.name} is another worker's now; this one leaves it"
+                )
             elif isinstance(error, UserError):
                 print(f"shard {shard.name} is left: {error}")
                 self.faults[shard.name] = error

@@ -6,6 +6,8 @@ last. So a copy that was interrupted continues, and readers never open a part of
 
 import fcntl
 import hashlib
+import os
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -24,7 +26,14 @@ from densefeed.storage.store_folder import (
     read_manifest,
 )
 from densefeed.system.errors import UserError
-from densefeed.system.files import cache_folder, lock, make_folder, name_errors, replace_file
+from densefeed.system.files import (
+    cache_folder,
+    lock,
+    make_folder,
+    name_errors,
+    remove_any,
+    replace_file,
+)
 from densefeed.system.json_files import parse_json
 from densefeed.system.object_store import ObjectStore, ObjectURL, StorageError, find_url
 from densefeed.system.progress import bar
@@ -32,24 +41,40 @@ from densefeed.system.terminal import print
 
 # Files that are copied at once.
 THREADS = 8
+# Seconds after which a process compares the checksums of a local copy again.
+TOGETHER_SECONDS = 60.0
 
 
 def make_local(place: Path | ObjectURL, cache: Path | None = None) -> Path:
     """Return a store on the disk: `place`, or a copy of that URL in the folder `cache`.
 
-    The copy is brought up to date; one process of a machine does it, and the others wait. Shards
-    that are here are compared by their size alone, because readers check each row. By default the
-    folder is that of all copies. Raises UserError if the store is not finished.
+    The copy is brought up to date and mended as `fetch` does. One process of a machine does it, and
+    the others wait: of processes that start together, as the ranks of a training, one reads the
+    shards. By default the folder is that of all copies. Raises UserError for an unfinished store.
     """
     url = place if isinstance(place, ObjectURL) else find_url(place)
     if url is None:
         return place
     copy = (cache or cache_folder()) / f"maps-{hashlib.sha256(url.encode()).hexdigest()[:32]}"
+    objects = ObjectStore(url)
+    manifest = read_remote_manifest(objects)
+    if not copy.is_dir():
+        remove_any(copy)
     make_folder(copy)
-    with name_errors(copy), open(copy / "lock", "w") as file:
+    for path in (copy / "lock", copy / MANIFEST):
+        if path.is_dir():
+            remove_any(path)
+    with name_errors(copy), open(copy / "lock", "a+b") as file:
         lock(file.fileno(), copy, fcntl.LOCK_EX)
-        objects = ObjectStore(url)
-        copy_store(objects, read_remote_manifest(objects), copy, has_size)
+        # Who held the lock before has written which manifest it has compared, and when.
+        file.seek(0)
+        digest = hashlib.sha256(manifest.to_json()).digest()
+        known = file.read() == digest
+        together = known and time.time() - os.fstat(file.fileno()).st_mtime < TOGETHER_SECONDS
+        copy_store(objects, manifest, copy, has_size if together else is_whole)
+        if not together:
+            file.truncate(0)
+            file.write(digest)
     return copy
 
 
@@ -75,11 +100,15 @@ def copy_store(
 ) -> None:
     """Copy the shards for whose paths `is_here` is False, and the manifest; remove other shards."""
     url = objects.root
+    if not (out / SHARDS).is_dir():
+        remove_any(out / SHARDS)
 
     def copy(shard: StoredShard) -> bool:
         """Copy a shard; False if it is here."""
         if is_here(out / shard.file, shard):
             return False
+        if (out / shard.file).is_dir():
+            remove_any(out / shard.file)
         with replace_file(out / shard.file) as part:
             try:
                 objects.fetch_file(shard.file, part, shard.sha256)

@@ -246,12 +246,15 @@ def verify_files(files: tuple[Path, ...], /) -> None:
             store = ScoreMapStore(path)
             faults = verify(store)
         except UserError as error:
-            print(error)
             bad.append(str(path))
-            # The bytes of a shard that cannot be opened tell whether it is what was written.
+            # What to do about a shard that cannot be opened.
+            changed = []
             if path.is_dir():
                 with suppress(UserError):
-                    report_changed(find_changed(path, read_manifest(path)))
+                    changed = find_changed(path, read_manifest(path))
+            report_changed(changed)
+            if not changed:
+                print(error)
             continue
         print(summary(store))
         parts = [] if store.names_match() else ["labels or paths"]
@@ -270,12 +273,13 @@ def verify_files(files: tuple[Path, ...], /) -> None:
             print(f"{path}: no faults")
     if bad:
         raise UserError(
-            f"faults were found in {', '.join(bad)}; they are listed above, copy a file again or "
-            "relabel, and of a folder first remove the shards that are named"
+            f"faults were found in {', '.join(bad)}; they are listed above, copy the file again or "
+            "relabel, and of a folder do what is said of each shard"
         )
 
 
 def report_changed(shards: list[Path]) -> None:
     """Print which shards are not what the manifest declares."""
     for shard in shards:
-        print(f"{shard} does not match its checksum; remove it and {REMEDY}")
+        what = "does not match its checksum; remove it and" if shard.exists() else "is missing;"
+        print(f"{shard} {what} {REMEDY}")

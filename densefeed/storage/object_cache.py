@@ -24,7 +24,6 @@ import hashlib
 import json
 import os
 import secrets
-import shutil
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +35,14 @@ import numpy as np
 
 from densefeed.storage.beton import Extents, front_ranges
 from densefeed.system.errors import UserError
-from densefeed.system.files import make_folder, name_errors, replace_file, reserve_space, write_at
+from densefeed.system.files import (
+    make_folder,
+    name_errors,
+    remove_any,
+    replace_file,
+    reserve_space,
+    write_at,
+)
 from densefeed.system.json_files import read_json
 from densefeed.system.object_ranges import RemoteFile
 
@@ -82,6 +88,9 @@ class CachedFiles:
                 f"{error.filename} is a file, where a folder of local copies is needed; remove it, "
                 "or name another folder with --cache"
             ) from None
+        for name in ("lock", "users", OBJECTS, "index"):
+            if (self.folder / name).is_dir():
+                remove_any(self.folder / name)
         with name_errors(self.folder):
             self._lock, self._users = (
                 os.open(self.folder / name, os.O_RDWR | os.O_CREAT, 0o600)
@@ -118,6 +127,7 @@ class CachedFiles:
             return None
         sums = found.pop("fronts", None)
         sound = isinstance(sums, list) and len(sums) == len(self.files)
+        sound = sound and all(type(crc) is int for crc in sums)
         return sums if sound and found == self._describe() else None
 
     def _describe(self) -> dict:
@@ -145,7 +155,7 @@ class CachedFiles:
         (self.folder / OBJECTS).unlink(missing_ok=True)
         for path in self.folder.iterdir():
             if path.name not in ("lock", "users"):
-                remove(path)
+                remove_any(path)
         pairs = zip(self.files, self.paths, strict=True)
         sums = [self._fetch_front(file, path) for file, path in pairs]
         with replace_file(self.folder / OBJECTS) as part:
@@ -181,14 +191,6 @@ def has_front(path: Path, size: int, crc: int) -> bool:
                 part = os.pread(file.fileno(), min(RANGE_BYTES, min(stop, size) - at), at)
                 found = zlib.crc32(part, found)
     return found == crc
-
-
-def remove(path: Path) -> None:
-    """Remove a file, or a folder with all that is in it."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 class SampleCache:

@@ -15,7 +15,9 @@ import numpy as np
 from densefeed.storage.images import Images
 from densefeed.storage.maintenance import Chunks, place_rows, summary, write_copy
 from densefeed.storage.score_maps import ScoreMaps, ScoreMapStore
+from densefeed.storage.shard_plan import PLAN, read_plan
 from densefeed.system.errors import UserError
+from densefeed.system.object_folder import ObjectFolder
 from densefeed.system.options import Location
 from densefeed.system.progress import bar
 from densefeed.system.terminal import print
@@ -60,8 +62,8 @@ def select(store: ScoreMapStore, images: Images, out: Path) -> ScoreMapStore:
     """Write the maps of `images` in their order to `out`, unchanged, and return the new store.
 
     `out` appears only when it is complete. Raises UserError if it exists, if a row is damaged, or
-    unless each image has one map by its name, of its label. An image that was replaced by another
-    one of the same name and label is not noticed.
+    unless each image has one map by its name, of its label. Another image of the same name and
+    label is noticed only by its size, where the plan of the labeling holds that.
     """
     header = store.header
     if len(header.class_names) != len(images.class_names):
@@ -82,6 +84,7 @@ def select(store: ScoreMapStore, images: Images, out: Path) -> ScoreMapStore:
             f"{images.where(n)} has label {images.labels[n]}, but its map in {store.path} is of "
             f"label {store.labels[rows[n]]}: the classes are others; label {images.root}"
         )
+    check_sizes(store, images, rows)
     header = replace(
         header, fingerprint=images.fingerprint(), class_names=tuple(images.class_names)
     )
@@ -93,6 +96,25 @@ def select(store: ScoreMapStore, images: Images, out: Path) -> ScoreMapStore:
     if store.error:
         known["error"] = np.array(store.error)
     return write_copy(store, out, header, known, copy_chunks(store, rows, known.get("start")))
+
+
+def check_sizes(store: ScoreMapStore, images: Images, rows: np.ndarray) -> None:
+    """Raise UserError if an image has another size than when it was labeled.
+
+    A folder of shards has the sizes of up to 1,024 files in its plan, an HDF5 file has none.
+    """
+    sizes = {}
+    if store.path.is_dir() and (store.path / PLAN).exists():
+        sizes = read_plan(ObjectFolder(store.path)).sizes
+    for n, row in enumerate(rows.tolist()):
+        before, path = sizes.get(row), store.image_path(row) if row in sizes else ""
+        if before is None or os.path.splitext(path)[1] != os.path.splitext(images.paths[n])[1]:
+            continue
+        if (size := len(images.read(n))) != before:
+            raise UserError(
+                f"{images.where(n)} has {size:,} bytes, and had {before:,} when {path} was "
+                f"labeled: it is another image of the same name; label {images.root}"
+            )
 
 
 def copy_chunks(store: ScoreMapStore, rows: np.ndarray, start: np.ndarray | None) -> Chunks:
@@ -123,3 +145,7 @@ def select_maps(
         split: split of the dataset.
     """
     print(summary(select(ScoreMapStore(store), Images(data, dataset, split), out)))
+    print(
+        "images and maps were matched by name and label; if other images may have the same names, "
+        "as those of another split, compare them with tools/audit.py"
+    )

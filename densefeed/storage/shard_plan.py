@@ -510,7 +510,8 @@ def measure_status(out: Path | ObjectURL, seconds: float = LEASE_SECONDS) -> Sta
     done = [rows for name, rows in shards.items() if f"{name}.json" in there]
     left = {name for name in shards if f"{name}.json" not in there}
     beats = list_holders(objects, left, seconds)
-    images = sum(done) + sum(beat.done for beat in beats)
+    # A lease may be damaged.
+    images = min(sum(done) + sum(beat.done for beat in beats), sum(shards.values()))
     rate = sum(beat.rate for beat in beats)
     # Shards of a few seconds are finished before their lease is renewed, and shows a rate.
     if not all(beat.rate for beat in beats):

@@ -458,6 +458,14 @@ def make_folder(folder: Path) -> None:
         sync_folder(folder.parent)
 
 
+def remove_any(path: Path) -> None:
+    """Remove a file, or a folder with all that is in it; do nothing if there is neither."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def sync(path: Path) -> None:
     """fsync a file."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -59,7 +59,8 @@ def run_engine(
     run = run_local if engine == "local" else run_on_ray
     if failed := run([*words, "--workers-join"], out, workers, share):
         raise UserError(
-            f"workers failed ({failed}), see above; run the same command to label what is left"
+            f"workers failed ({failed}), for the reasons above; without these the same command "
+            "labels what is left"
         )
 
 

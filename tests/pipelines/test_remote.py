@@ -1,5 +1,6 @@
 """Training data in object storage: equal batches, exact reads, faults."""
 
+import json
 import os
 import re
 import shutil
@@ -17,12 +18,15 @@ from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.remote import RemoteSource
+from densefeed.storage import fetch
 from densefeed.storage.beton import Beton, verify_files
+from densefeed.storage.fetch import make_local
 from densefeed.storage.images import Images
 from densefeed.storage.score_maps import ScoreMaps, ScoreMapWriter
 from densefeed.storage.store_file import StoreFile
 from densefeed.storage.store_folder import MANIFEST, SIZED_FILES, Manifest, StoredShard, hash_file
 from densefeed.system.errors import UserError
+from densefeed.system.files import remove_any
 from densefeed.system.object_store import ObjectStore, connect
 from densefeed.tools.pack_dataset import Packing
 from densefeed.tools.pack_dataset import main as pack
@@ -109,7 +113,10 @@ def test_dali_reads_the_same_batches_as_from_the_local_file(url, local, tmp_path
     assert_equal(ours, read(FfcvSource(local), (0, 1), make=DaliLoader))
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "grown", "gone", "folder", "empty"])
+@pytest.mark.parametrize(
+    "damage",
+    ["flip", "cut", "grown", "gone", "folder", "empty", "objects.json", "index", "lock", "sums"],
+)
 def test_a_damaged_local_copy_is_fetched_again(url, local, tmp_path, damage):
     """The object is sound: its owner must not be told to pack it again."""
     theirs = read(FfcvSource(local), (0, 1))
@@ -121,7 +128,13 @@ def test_a_damaged_local_copy_is_fetched_again(url, local, tmp_path, damage):
         source = RemoteSource(url, None, tmp_path)
     source.close()
     size = copy.stat().st_size
-    if damage == "flip":
+    if damage in ("objects.json", "index", "lock"):
+        (copy.parent / damage).unlink()
+        (copy.parent / damage / "x").mkdir(parents=True)
+    elif damage == "sums":
+        known = json.loads((copy.parent / "objects.json").read_bytes())
+        (copy.parent / "objects.json").write_text(json.dumps(known | {"fronts": ["a"]}))
+    elif damage == "flip":
         content = bytearray(copy.read_bytes())
         for at in (3, 20, 60, table_start(local) + 9, size - 5):
             content[at] ^= 16
@@ -392,6 +405,36 @@ def test_score_maps_at_a_url_are_those_of_the_file(folder, maps, store_url, tmp_
     os.truncate(shard, 100)
     ours = densefeed.open_loader(folder, score_maps=store_url, cache=cache, **options)
     assert_equal(list(ours), theirs)
+
+
+@pytest.mark.parametrize("damage", ["bit", "folder", "shards", "manifest", "lock", "all"])
+def test_a_damaged_copy_of_score_maps_is_mended(store_url, tmp_path, monkeypatch, damage):
+    copy = make_local(store_url, tmp_path)
+    sound = {p: p.read_bytes() for p in copy.rglob("*") if p.is_file() and p.name != "lock"}
+    shard = min(copy.glob("shards/*.h5"))
+    monkeypatch.setattr(fetch, "TOGETHER_SECONDS", 0.0)
+    if damage == "bit":
+        content = bytearray(sound[shard])
+        content[len(content) // 2] ^= 1
+        shard.write_bytes(content)
+        # A process that starts together with the one that has compared the copy.
+        monkeypatch.setattr(fetch, "TOGETHER_SECONDS", 1e9)
+        make_local(store_url, tmp_path)
+        assert shard.read_bytes() != sound[shard]
+        monkeypatch.setattr(fetch, "TOGETHER_SECONDS", 0.0)
+    elif damage == "folder":
+        shard.unlink()
+        (shard / "x").mkdir(parents=True)
+    else:
+        path = {"shards": shard.parent, "manifest": copy / MANIFEST, "lock": copy / "lock"}
+        path = path.get(damage, copy)
+        remove_any(path)
+        if damage in ("shards", "all"):
+            path.write_bytes(b"x")
+        else:
+            path.mkdir()
+    assert make_local(store_url, tmp_path) == copy
+    assert sound == {p: p.read_bytes() for p in copy.rglob("*") if p.is_file() and p.name != "lock"}
 
 
 def test_packing_takes_score_maps_at_a_url(folder, packed, store_url, tmp_path, monkeypatch):

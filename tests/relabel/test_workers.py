@@ -29,6 +29,7 @@ from densefeed.relabel.teacher import Teacher
 from densefeed.relabel.workers import join_workers
 from densefeed.storage.images import Images, sample_evenly
 from densefeed.storage.score_maps import ScoreMapStore
+from densefeed.storage.selection import select
 from densefeed.storage.shard_plan import (
     LEASES,
     PARTS,
@@ -223,7 +224,7 @@ def test_a_worker_that_lost_its_lease_leaves_the_shard(many, whole, tmp_path, mo
 
     monkeypatch.setattr(workers, "label_rows", label_rows)
     assert join(many, out, seconds=2) is None
-    assert "was taken by another worker; this one leaves it" in capsys.readouterr().out
+    assert "is another worker's now; this one leaves it" in capsys.readouterr().out
     assert files(out) == files(whole)
 
 
@@ -429,6 +430,18 @@ def test_a_damaged_record_is_labeled_again(many, whole, tmp_path, capsys, damage
     said = f"{one.name} is damaged; {record['rows']} images are labeled again"
     assert said in capsys.readouterr().out
     assert files(out) == files(whole)
+
+
+def test_maps_are_not_selected_for_another_image_of_the_same_name(many, whole, tmp_path):
+    """The plan has the sizes of sampled files, here of all."""
+    folder = shutil.copytree(many, tmp_path / "images")
+    chosen = select(ScoreMapStore(whole), Images(folder), tmp_path / "chosen.h5")
+    assert chosen.paths() == ScoreMapStore(whole).paths()
+    path = folder / Images(folder).paths[20]
+    Image.new("RGB", (70, 50), (200, 10, 10)).save(path, quality=30)
+    with pytest.raises(UserError, match=rf"{path.name} has .* bytes, and had .* another"):
+        select(ScoreMapStore(whole), Images(folder), tmp_path / "other.h5")
+    assert not (tmp_path / "other.h5").exists()
 
 
 def test_a_worker_whose_plan_was_replaced_stops_at_the_next_shard(many, tmp_path, monkeypatch):

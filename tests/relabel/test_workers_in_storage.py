@@ -170,7 +170,7 @@ def test_a_damaged_copy_is_mended(whole, bucket, tmp_path, damage, capsys):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content[:100] if damage == "manifest" else content)
-    with pytest.raises(UserError, match=r"of a folder first remove the shards that are named"):
+    with pytest.raises(UserError, match=r"of a folder do what is said of each shard"):
         verify_files((copy,))
     assert "or fetch it again if it is a copy" in capsys.readouterr().out
     fetch(out, copy)

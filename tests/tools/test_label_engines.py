@@ -63,7 +63,7 @@ def run(tmp_path, count: int) -> None:
 
 def test_a_worker_that_fails_ends_in_one_sentence(scripted, tmp_path, capsys):
     scripted("print('error: no such teacher'); raise SystemExit(2)", "print('relabel, images')")
-    with pytest.raises(UserError, match=r"^workers failed .1., see above; run the same command"):
+    with pytest.raises(UserError, match=r"^workers failed .1., for the reasons above; without"):
         run(tmp_path, 2)
     assert capsys.readouterr().out == "worker 0: error: no such teacher\n"
 

@@ -13,17 +13,13 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from densefeed.storage.images import Images
-from densefeed.storage.maintenance import Chunks, place_rows, summary, write_copy
-from densefeed.storage.score_maps import ScoreMaps, ScoreMapStore
+from densefeed.storage.maintenance import copy, summary
+from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.storage.shard_plan import PLAN, read_plan
 from densefeed.system.errors import UserError
 from densefeed.system.object_folder import ObjectFolder
 from densefeed.system.options import Location
-from densefeed.system.progress import bar
 from densefeed.system.terminal import print
-
-# Rows copied at once: 7 MB raw at S = 18, k = 5.
-CHUNK = 1024
 
 
 def remove_ending(path: str) -> str:
@@ -88,14 +84,7 @@ def select(store: ScoreMapStore, images: Images, out: Path) -> ScoreMapStore:
     header = replace(
         header, fingerprint=images.fingerprint(), class_names=tuple(images.class_names)
     )
-    paths = np.array([path.encode() for path in images.paths])
-    known = {"label": images.labels, "path": paths, "palette": store.palette[rows]}
-    known |= {"done": np.ones(len(rows)), "crc32": store.crcs[rows]}
-    known |= place_rows(header.form, header, known["palette"])
-    # That of all rows of the store: it was measured against maps that are not here.
-    if store.error:
-        known["error"] = np.array(store.error)
-    return write_copy(store, out, header, known, copy_chunks(store, rows, known.get("start")))
+    return copy(store, out, header, rows, images.labels, images.paths)
 
 
 def check_sizes(store: ScoreMapStore, images: Images, rows: np.ndarray) -> None:
@@ -115,19 +104,6 @@ def check_sizes(store: ScoreMapStore, images: Images, rows: np.ndarray) -> None:
                 f"{images.where(n)} has {size:,} bytes, and had {before:,} when {path} was "
                 f"labeled: it is another image of the same name; label {images.root}"
             )
-
-
-def copy_chunks(store: ScoreMapStore, rows: np.ndarray, start: np.ndarray | None) -> Chunks:
-    """Yield the datasets of these rows as they are stored, in chunks; `start` of packed rows."""
-    for first in bar(range(0, len(rows), CHUNK), "select, chunks"):
-        parts = store.stored(rows[first : first + CHUNK])
-        if start is None:
-            names = zip(ScoreMaps._fields, parts, strict=True)
-            yield from ((name, first, part.tobytes()) for name, part in names)
-        else:
-            packed, window = parts
-            yield "rows", int(start[first]), b"".join(row.tobytes() for row in packed)
-            yield "window", first, window.tobytes()
 
 
 def select_maps(

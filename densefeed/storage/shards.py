@@ -279,15 +279,16 @@ def merge_if_complete(out: Path, of: int, form: Form) -> ScoreMapStore | None:
 def merge_files(out: Path, /, form: Form = "raw") -> None:
     """Merge the finished shards of OUT into OUT, by default as raw rows, and remove them.
 
-    The process that finishes the last shard does this by itself.
+    The process that finishes the last shard does this by itself. Of a folder that workers labeled,
+    all rows are written to the file OUT.h5 beside it, and the folder stays.
     """
     check_local_rows(out)
+    if out.is_dir():
+        # A path such as `.` has no name.
+        whole = out.resolve()
+        print(summary(convert(ScoreMapStore(out), whole.with_name(f"{whole.name}.h5"), form)))
+        return
     counts = sorted({shard.of for shard in find_leftovers(out).values() if shard.of > 1})
-    if not counts and out.is_dir():
-        raise UserError(
-            f"{out} is a folder of shards, which every command reads; to make one file of them, "
-            f"`python tools/score_maps.py convert {out} --form {form} --out FILE.h5`"
-        )
     if not counts:
         example = Shard(0, 8).file(out).name
         raise UserError(

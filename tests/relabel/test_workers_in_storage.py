@@ -178,11 +178,6 @@ def test_a_damaged_copy_is_mended(whole, bucket, tmp_path, damage, capsys):
     verify_files((copy,))
 
 
-def test_merge_names_the_command_for_a_folder(whole, tmp_path):
-    with pytest.raises(UserError, match=r"score_maps.py convert .* --form raw --out FILE.h5"):
-        merge_files(whole)
-
-
 def test_a_copy_is_not_taken_for_a_labeling(many, whole, bucket, tmp_path):
     copy = tmp_path / "copy"
     fetch(store_whole(whole, bucket / "maps"), copy)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from densefeed.pipelines.folder import FolderSource
-from densefeed.storage import maintenance, selection
+from densefeed.storage import maintenance
 from densefeed.storage.images import Images
 from densefeed.storage.maintenance import convert, verify
 from densefeed.storage.score_maps import ScoreMapStore
@@ -23,7 +23,6 @@ FORMS = ("raw", "lossless", "compact")
 def stores(maps, tmp_path, monkeypatch) -> dict[str, ScoreMapStore]:
     """The maps of the folder in every form. They are copied in chunks of 3, of 11."""
     monkeypatch.setattr(maintenance, "CHUNK", 3)
-    monkeypatch.setattr(selection, "CHUNK", 3)
     raw = ScoreMapStore(maps)
     packed = {form: convert(raw, tmp_path / f"{form}.h5", form) for form in FORMS[1:]}
     return {"raw": raw} | packed

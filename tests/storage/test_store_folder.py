@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from densefeed.pipelines.folder import FolderSource
 from densefeed.storage.images import Images
-from densefeed.storage.maintenance import convert
+from densefeed.storage.maintenance import convert, verify
 from densefeed.storage.row_codecs import ScoreMaps
 from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, StoreHeader
+from densefeed.storage.shards import merge_files
 from densefeed.storage.store_folder import (
     MANIFEST,
     REMEDY,
@@ -105,10 +106,29 @@ def test_the_loader_reads_a_folder(stores, folder, form):
     assert_equal(ours, one)
 
 
-@pytest.mark.parametrize(("form", "to"), [("raw", "raw"), ("lossless", "raw"), ("raw", "compact")])
+@pytest.mark.parametrize(
+    ("form", "to"),
+    [("raw", "raw"), ("lossless", "raw"), ("raw", "compact"), ("lossless", "lossless")],
+)
 def test_a_folder_converts_to_the_bytes_of_the_file(stores, tmp_path, form, to):
     made = convert(ScoreMapStore(stores[form][1]), tmp_path / "maps.h5", to)
     assert made.path.read_bytes() == stores[to][0].read_bytes()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_merge_writes_a_folder_as_one_file(stores, tmp_path, form):
+    one, folder = stores[form]
+    out = shutil.copytree(folder, tmp_path / "maps")
+    merge_files(out, form)
+    merged, ids = ScoreMapStore(tmp_path / "maps.h5"), np.arange(11)
+    assert_equal(merged.rows(ids), ScoreMapStore(folder).rows(ids))
+    assert merged.error == ScoreMapStore(folder).error
+    assert not verify(merged)
+    # The error of a folder is that of its shards, added in another order.
+    assert form == "compact" or merged.path.read_bytes() == one.read_bytes()
+    assert sorted(p.name for p in out.rglob("*")) == sorted(p.name for p in folder.rglob("*"))
+    with pytest.raises(UserError, match=r"maps.h5 exists already"):
+        merge_files(out, form)
 
 
 def test_paths_are_read_whole_whatever_shard_they_are_in(tmp_path, random_maps):

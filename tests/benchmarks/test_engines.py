@@ -43,6 +43,7 @@ def test_without_ray_the_error_names_the_package(monkeypatch):
         main(EnginesBenchmark(**SMALL | {"engines": ("ray",)}))
 
 
+@pytest.mark.slow
 def test_a_command_that_fails_is_reported(tmp_path):
     with pytest.raises(UserError, match="torchrun did not label all images"):
         engines.label(tmp_path, EnginesBenchmark(**SMALL), "", "torchrun", 4, 0)

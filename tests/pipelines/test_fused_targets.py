@@ -136,6 +136,7 @@ def test_interpreted_kernels_stay_within_their_memory(on_cpu, random_maps):
     assert known.slot[2, 3, 4, :2].tolist() == [-1, -1]
 
 
+@pytest.mark.slow
 def test_in_the_interpreter_with_whole_maps():
     """And a batch of augmentation, in the same process, whose start takes longest."""
     augmentation = Path(__file__).parent / "augment" / "test_fused.py"

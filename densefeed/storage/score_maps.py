@@ -132,6 +132,10 @@ def find_faults(maps: ScoreMaps, num_classes: int, palette: np.ndarray) -> dict[
     }
 
 
+# A shard must be removed before it is labeled or fetched again.
+FOLDER_REMEDY = "`python tools/score_maps.py verify` says what to do"
+
+
 class PackedRows(NamedTuple):
     """What is needed to read the rows of a packed store; copies in memory."""
 
@@ -271,7 +275,7 @@ class ScoreMapStore:
             row = int(ids[bad.argmax()])
             raise UserError(
                 f"{self.path}: row {row} ({self.image_path(row)}) is damaged; "
-                "relabel or copy it again"
+                + ("relabel or copy it again" if self.path.is_file() else FOLDER_REMEDY)
             )
         return parts
 

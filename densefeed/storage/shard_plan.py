@@ -507,8 +507,10 @@ def measure_status(out: Path | ObjectURL, seconds: float = LEASE_SECONDS) -> Sta
     objects = open_objects(out)
     plan, there = read_plan(objects), objects.list(SHARDS)
     shards = plan.shards
-    done = [rows for name, rows in shards.items() if f"{name}.json" in there]
-    left = {name for name in shards if f"{name}.json" not in there}
+    # A shard whose file is gone is labeled again.
+    files = {name.partition("-")[0] for name in there if name.endswith(".h5")}
+    left = {name for name in shards if f"{name}.json" not in there or name not in files}
+    done = [rows for name, rows in shards.items() if name not in left]
     beats = list_holders(objects, left, seconds)
     # A lease may be damaged.
     images = min(sum(done) + sum(beat.done for beat in beats), sum(shards.values()))

@@ -276,17 +276,20 @@ def merge_if_complete(out: Path, of: int, form: Form) -> ScoreMapStore | None:
     return ScoreMapStore(out) if out.exists() else None
 
 
-def merge_files(out: Path, /, form: Form = "raw") -> None:
+def merge_files(out: Path, /, form: Form | None = None) -> None:
     """Merge the finished shards of OUT into OUT, by default as raw rows, and remove them.
 
     The process that finishes the last shard does this by itself. Of a folder that workers labeled,
-    all rows are written to the file OUT.h5 beside it, and the folder stays.
+    all rows are written to the file OUT.h5 beside it, by default in their form, and the folder
+    stays.
     """
     check_local_rows(out)
     if out.is_dir():
         # A path such as `.` has no name.
-        whole = out.resolve()
-        print(summary(convert(ScoreMapStore(out), whole.with_name(f"{whole.name}.h5"), form)))
+        whole = out if out.name not in ("", "..") else out.resolve()
+        store = ScoreMapStore(out)
+        file = whole.with_name(f"{whole.name}.h5")
+        print(summary(convert(store, file, form or store.header.form)))
         return
     counts = sorted({shard.of for shard in find_leftovers(out).values() if shard.of > 1})
     if not counts:
@@ -303,4 +306,4 @@ def merge_files(out: Path, /, form: Form = "raw") -> None:
             return
     # If no set of shards is complete, `merge` names what the first set lacks.
     whole = [of for of in counts if not find_missing(out, of)]
-    print(summary(merge(out, (whole or counts)[0], form)))
+    print(summary(merge(out, (whole or counts)[0], form or "raw")))

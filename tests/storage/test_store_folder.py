@@ -119,7 +119,7 @@ def test_a_folder_converts_to_the_bytes_of_the_file(stores, tmp_path, form, to):
 def test_merge_writes_a_folder_as_one_file(stores, tmp_path, form):
     one, folder = stores[form]
     out = shutil.copytree(folder, tmp_path / "maps")
-    merge_files(out, form)
+    merge_files(out)
     merged, ids = ScoreMapStore(tmp_path / "maps.h5"), np.arange(11)
     assert_equal(merged.rows(ids), ScoreMapStore(folder).rows(ids))
     assert merged.error == ScoreMapStore(folder).error

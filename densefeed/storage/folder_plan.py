@@ -77,8 +77,7 @@ class FoldersPlan:
 
     def share(self, objects: Objects) -> None:
         """Write the plan without its folders; UserError if the store has one of other options."""
-        if objects.read(PLAN) is None:
-            refuse_copy(objects)
+        refuse_copy(objects)
         if not objects.create(PLAN, self.to_json()) and objects.read(PLAN) != self.to_json():
             theirs, folders = read_plan(objects), len(self.parts)
             check_same_plan(self.head, self.shard_images, folders, theirs, objects.root)

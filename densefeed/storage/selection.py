@@ -92,14 +92,16 @@ def check_sizes(store: ScoreMapStore, images: Images, rows: np.ndarray) -> None:
 
     A folder of shards has the sizes of up to 1,024 files in its plan, an HDF5 file has none.
     """
-    sizes = {}
-    if store.path.is_dir() and (store.path / PLAN).exists():
-        sizes = read_plan(ObjectFolder(store.path)).sizes
-    for n, row in enumerate(rows.tolist()):
-        before, path = sizes.get(row), store.image_path(row) if row in sizes else ""
+    if not store.path.is_dir() or not (store.path / PLAN).exists():
+        return
+    sizes = read_plan(ObjectFolder(store.path)).sizes
+    for n in np.flatnonzero(np.isin(rows, list(sizes))).tolist():
+        before, path = sizes[int(rows[n])], store.image_path(int(rows[n]))
         if before is None or os.path.splitext(path)[1] != os.path.splitext(images.paths[n])[1]:
             continue
-        if (size := len(images.read(n))) != before:
+        with images.open(n) as file:
+            size = file.seek(0, os.SEEK_END)
+        if size != before:
             raise UserError(
                 f"{images.where(n)} has {size:,} bytes, and had {before:,} when {path} was "
                 f"labeled: it is another image of the same name; label {images.root}"

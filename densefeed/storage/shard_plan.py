@@ -60,8 +60,6 @@ SHARD_IMAGES = 8192
 THREADS = 32
 # Digits of a hash in names. Of a million shards two have the same 64 bits once in 3 x 10^7 stores.
 DIGITS = 16
-
-
 # Seconds over which the rate of finished shards is measured.
 RATE_SECONDS = 600.0
 
@@ -216,17 +214,13 @@ def read_plan(objects: Objects) -> StoredPlan:
 
 
 def refuse_copy(objects: Objects) -> None:
-    """Raise UserError for a copy that `fetch` made: it has a manifest, but no records of shards."""
-    if objects.read(MANIFEST) is None or any(map(is_record, objects.list(SHARDS))):
+    """Raise UserError for a copy of `fetch`: it has a manifest, but neither plan nor records."""
+    if objects.read(PLAN) is not None or objects.read(MANIFEST) is None:
         return
-    raise UserError(
-        f"{objects.root} is a copy of a finished store; name the folder or URL that was labeled"
-    )
-
-
-def is_record(name: str) -> bool:
-    """Whether a file in the folder SHARDS is the record of a shard."""
-    return name.endswith(".json")
+    if not any(name.endswith(".json") for name in objects.list(SHARDS)):
+        raise UserError(
+            f"{objects.root} is a copy of a finished store; name the folder or URL that was labeled"
+        )
 
 
 def read_folder_shards(objects: Objects, plan: StoredPlan) -> StoredPlan:
@@ -277,8 +271,7 @@ def share_plan(objects: Objects, plan: Plan) -> None:
     The sizes of few files of each shard are compared, and those of more files of the whole dataset:
     shards in which only one of these differs keep their names, and are labeled again.
     """
-    if objects.read(PLAN) is None:
-        refuse_copy(objects)
+    refuse_copy(objects)
     if objects.create(PLAN, plan.to_json()) or objects.read(PLAN) == plan.to_json():
         return
     theirs, out = read_plan(objects), objects.root
@@ -515,7 +508,7 @@ def measure_status(out: Path | ObjectURL, seconds: float = LEASE_SECONDS) -> Sta
     # A lease may be damaged.
     images = min(sum(done) + sum(beat.done for beat in beats), sum(shards.values()))
     rate = sum(beat.rate for beat in beats)
-    # Shards of a few seconds are finished before their lease is renewed, and shows a rate.
+    # A lease shows a rate once it is renewed. Shards of a few seconds are finished before that.
     if not all(beat.rate for beat in beats):
         finished = [(there[f"{name}.json"], shards[name]) for name in shards if name not in left]
         rate = max(rate, measure_rate(finished))

@@ -94,6 +94,7 @@ from densefeed.training.captured_update import choose_update
 from densefeed.training.compile import get_networks
 from densefeed.training.config import Config
 from densefeed.training.monitor import TrainMonitor
+from densefeed.training.onednn_linear import use_onednn
 from densefeed.training.ranks import Ranks
 from densefeed.training.setup import build_trainable, open_loader
 from densefeed.training.speed import (
@@ -391,7 +392,10 @@ def build_contest(
             for name, trainable in ours.items()
         }
         config = make_config(benchmark, OURS, compile)
-        steps[TIMM] = timm_step(config, deepcopy(ours[OURS]), device, steps[OURS].seed)
+        model = deepcopy(ours[OURS])
+        # Both have the same weights; how they are multiplied is ours.
+        use_onednn(model, False)
+        steps[TIMM] = timm_step(config, model, device, steps[OURS].seed)
         bar = EQUAL[autocast_dtype(config, device)]
         # These first steps also compile, before anything is timed.
         contest.equality.append(compare_losses(steps, batch, mode, bar))

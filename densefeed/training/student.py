@@ -13,6 +13,7 @@ from densefeed.system.errors import UserError
 from densefeed.training.config import OptimOptions
 from densefeed.training.ema import WeightAverage
 from densefeed.training.guards import NonFiniteGuard
+from densefeed.training.onednn_linear import is_faster, use_onednn
 from densefeed.training.optimizers import (
     build_optimizer,
     expect_state,
@@ -135,6 +136,8 @@ def build_student(
     """
     if captured:
         ranks.broadcast(trainable)
+    # Before the EMA, a copy, and the model in `trainable` is the one that is evaluated.
+    use_onednn(trainable, ranks.device.type == "cpu" and is_faster())
     return Student(
         model=model,
         trainable=trainable,

@@ -30,11 +30,14 @@ from ctypes import (
     string_at,
 )
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from densefeed.system.errors import UserError, check_byte_order
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LIBRARY = Path(__file__).with_name("libdensefeed.so")
 # Status of a sample.
@@ -132,6 +135,7 @@ class _Batch(Structure):
         ("next", c_int),
         ("done", c_int),
         ("cancelled", c_int),
+        ("failed", c_int),
         ("after", c_void_p),
     )
 
@@ -294,6 +298,36 @@ class Parts(NamedTuple):
         return Parts(self.file[here], self.offset[here], to, crc, packed, self.limits)
 
 
+class Rows:
+    """Samples of several jobs and the places of their score maps, whose addresses are read once.
+
+    The arguments are those of Job and Parts, for all samples.
+    """
+
+    def __init__(
+        self,
+        samples: np.ndarray,
+        file: np.ndarray | None = None,
+        offset: np.ndarray | None = None,
+        crc: np.ndarray | None = None,
+    ) -> None:
+        assert samples.dtype == SAMPLE
+        self.samples = samples
+        columns = {"samples": samples, "part_file": file, "part_offset": offset, "part_crc": crc}
+        self._columns = {name: array for name, array in columns.items() if array is not None}
+        for array, dtype in ((file, np.int32), (offset, np.int64), (crc, np.uint32)):
+            assert array is None or (array.dtype == dtype and len(array) == len(samples))
+        assert all(array.flags.c_contiguous for array in self._columns.values())
+        self._places = [
+            (name, array.ctypes.data, array.strides[0]) for name, array in self._columns.items()
+        ]
+
+    def place(self, batch: "_Batch", first: int) -> None:
+        """Let the arrays of a batch begin at row `first`."""
+        for name, address, step in self._places:
+            setattr(batch, name, address + first * step)
+
+
 class Job:
     """A batch of crops to decode, or to cut out for another decoder.
 
@@ -334,6 +368,43 @@ class Job:
         if parts is not None:
             self._set_parts(parts)
 
+    @classmethod
+    def of_rows(
+        cls,
+        rows: "Rows",
+        first: int,
+        image: "Tensor",
+        to: "Sequence[Tensor]" = (),
+        limits: Limits | None = None,
+    ) -> "Job":
+        """Return a job of consecutive `rows` from `first` on, for tensors in place of arrays.
+
+        `image` is uint8 `[N, height, width, 3]`; `to` has the fields of Parts, if the rows have
+        maps. All are contiguous and on the CPU.
+        """
+        job = cls.__new__(cls)
+        count, height, width, _ = image.shape
+        job.samples, job.pixels = rows.samples[first : first + count], image
+        job._keep = [rows, to]
+        job.batch = batch = _Batch(0, count, height, width, image.data_ptr())
+        rows.place(batch, first)
+        if to:
+            # Arrays of ctypes, which take a third of numpy's time.
+            places = (c_int64 * (2 * len(to)))(
+                *(part.nbytes // count for part in to), *(part.data_ptr() for part in to)
+            )
+            job._keep.append(places)
+            batch.parts, batch.part_bytes = len(to), addressof(places)
+            batch.part_to = batch.part_bytes + sizeof(places) // 2
+            if limits is not None:
+                job._set_limits(limits, to[2].numel() // count, to[0].shape[-1])
+        return job
+
+    @property
+    def failed(self) -> int:
+        """Number of samples whose status is not OK, once the job is finished."""
+        return self.batch.failed
+
     def _address(self, numbers: np.ndarray | list[int] | None, dtype: type) -> int | None:
         """Return the address of a C-contiguous array of `numbers` and keep the array alive."""
         if numbers is None:
@@ -362,11 +433,14 @@ class Job:
         if parts.packed is not None:
             self._set_packing(parts, cells, top_k)
         if parts.limits is not None:
-            # A class has 16 bits.
-            classes = min(parts.limits.classes, 65536)
-            limits = _Limits(cells, top_k, classes, parts.limits.palette)
-            self._keep.append(limits)
-            self.batch.limits = addressof(limits)
+            self._set_limits(parts.limits, cells, top_k)
+
+    def _set_limits(self, limits: Limits, cells: int, top_k: int) -> None:
+        # A class has 16 bits.
+        own = _Limits(cells, top_k, min(limits.classes, 65536), limits.palette)
+        # `addressof` keeps nothing alive.
+        self._keep.append(own)
+        self.batch.limits = addressof(own)
 
     def _set_packing(self, parts: Parts, cells: int, top_k: int) -> None:
         palette, levels = parts.packed
@@ -377,7 +451,6 @@ class Job:
         packed = _Packed(
             cells, top_k, self._address(palette, np.int32), self._address(levels, np.float32)
         )
-        # `addressof` keeps nothing alive.
         self._keep.append(packed)
         self.batch.packed = addressof(packed)
 

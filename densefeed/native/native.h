@@ -149,7 +149,7 @@ typedef struct Batch {
      * logits, classes, logsumexps and Windows. */
     const Packed *packed;
     const Limits *limits; /* NULL: the values of score maps are not checked */
-    int next, done, cancelled; /* guarded by the pool's lock */
+    int next, done, cancelled, failed; /* guarded by the pool's lock */
     struct Batch *after;
 } Batch;
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from densefeed.native import Limits
 from densefeed.pipelines.plan import RankRows
 from densefeed.storage.geometry import crop_views, visible_boxes
+from densefeed.storage.score_maps import ScoreMaps, StoreHeader
 
 # N samples   H, W pixels   S cells along a map's side   k classes of a cell   K classes
 
@@ -90,22 +91,24 @@ def crop_batch(
         maps: the four map fields.
     """
     view_N23 = crop_views(*crops)
-    return make_batch(image, label, (view_N23, visible_boxes(view_N23)), rows, maps)
-
-
-def make_batch(
-    image: Tensor,
-    label: Tensor,
-    views: tuple[np.ndarray, np.ndarray],
-    rows: RankRows,
-    maps: Sequence[Tensor | None],
-) -> Batch:
-    """Make a batch of crops that are not warped, as `crop_batch`; `views` are `view` and `shown`.
-
-    The batch shares the memory of `views`.
-    """
-    arrays = *views, *(field.copy() for field in rows)
+    arrays = view_N23, visible_boxes(view_N23), *map(np.copy, rows)
     return Batch(image, label, *map(torch.from_numpy, arrays), *maps, axis_aligned=True)
+
+
+def allocate_maps(
+    count: int, spec: ScoreMapSpec | StoreHeader, empty: Callable[..., Tensor]
+) -> ScoreMaps:
+    """Allocate the map fields of `count` samples: logit, class, lse and window, as in Batch.
+
+    `empty` takes a shape and a `dtype`, as torch.empty and `Memory.empty` do.
+    """
+    cells = count, spec.side, spec.side
+    return ScoreMaps(
+        empty((*cells, spec.top_k), dtype=torch.float16),
+        empty((*cells, spec.top_k), dtype=torch.uint16),
+        empty(cells, dtype=torch.float16),
+        empty((count, 4), dtype=torch.float32),
+    )
 
 
 @cache

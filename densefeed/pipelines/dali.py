@@ -33,7 +33,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
@@ -41,9 +41,18 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 
 from densefeed import native
-from densefeed.pipelines.loader import CPU, Decoding, Encoded, MapRows, Source, ThreadedLoader
+from densefeed.pipelines.loader import (
+    CPU,
+    Decoding,
+    Encoded,
+    MapRows,
+    Planned,
+    Source,
+    ThreadedLoader,
+)
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.shapes import Shape
 from densefeed.storage import indexed_jpeg
@@ -732,6 +741,20 @@ class DaliLoader(ThreadedLoader):
         self._pool.submit(job)
         self._engine.works.put(work)
         return work
+
+    def _begin_planned(
+        self, planned: Planned, shape: Shape, maps: Sequence[Tensor], limits: native.Limits | None
+    ) -> _Work:
+        ids, rows = planned.fields.index.numpy(), None
+        if maps:
+            file, offset, crc = planned.maps
+            to = [field.numpy() for field in maps]
+            rows = MapRows(native.Parts(file, offset, to, crc, limits=limits), tuple(maps))
+        return self._begin(Encoded(planned.samples, {}), ids, shape, rows)
+
+    def _has_failed(self, decoding: _Work) -> bool:
+        # The engine decodes again what failed natively.
+        return bool(decoding.job.samples["status"].any())
 
     def _wait(self, decoding: _Work) -> None:
         # With a timeout: in a forked child, or once the pool is closed, nothing sets the event.

@@ -6,8 +6,8 @@ import numpy as np
 from PIL import Image
 
 from densefeed import native
-from densefeed.pipelines.batch import ScoreMapSpec
-from densefeed.pipelines.folder import StoreMaps, map_tensors, score_map_spec
+from densefeed.pipelines.batch import ScoreMapSpec, allocate_maps
+from densefeed.pipelines.folder import StoreMaps, score_map_spec
 from densefeed.pipelines.loader import Encoded, Fetch, Located, MapPlaces, MapRows, Memory
 from densefeed.storage.beton import MAP_FIELDS, Beton, name_classes
 from densefeed.storage.images import decode
@@ -129,11 +129,11 @@ class FfcvSource(StoreMaps):
             files, offsets, None if self._beton.crcs is None else self._beton.crcs[ids]
         )
 
-    def map_rows(self, ids: np.ndarray, memory: Memory, places: MapPlaces | None = None) -> MapRows:
+    def map_rows(self, ids: np.ndarray, memory: Memory) -> MapRows:
         if self._store is not None:
             return super().map_rows(ids, memory)
-        file, offset, crc = places or self._locate_maps(ids)
-        fields = map_tensors(len(ids), self.score_maps, memory.empty)
+        file, offset, crc = self._locate_maps(ids)
+        fields = allocate_maps(len(ids), self.score_maps, memory.empty)
         to = [field.numpy() for field in fields]
         return MapRows(native.Parts(file, offset, to, crc), fields)
 

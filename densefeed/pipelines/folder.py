@@ -3,21 +3,18 @@
 The images are files in class folders, or lie in tar or Parquet shards.
 """
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
 
 import numpy as np
-import torch
 from PIL import Image
-from torch import Tensor
 
 from densefeed import native
-from densefeed.pipelines.batch import ScoreMapSpec
+from densefeed.pipelines.batch import ScoreMapSpec, allocate_maps
 from densefeed.pipelines.loader import Encoded, Fetch, MapRows, Memory
 from densefeed.storage.images import Images, decode
-from densefeed.storage.score_maps import ScoreMaps, ScoreMapStore, StoreHeader
+from densefeed.storage.score_maps import ScoreMaps, ScoreMapStore
 from densefeed.system.errors import UserError, explain_os_error
 from densefeed.system.progress import bar
 
@@ -182,27 +179,11 @@ class FolderSource(StoreMaps):
 
 def locate_rows(store: ScoreMapStore, ids: np.ndarray, memory: Memory) -> MapRows:
     """Locate the score maps of the samples `ids` in an HDF5 store, for the native threads."""
-    fields = map_tensors(len(ids), store.header, memory.empty)
+    fields = allocate_maps(len(ids), store.header, memory.empty)
     files, offsets = store.places(ids)
     packed = native.Packed(store.palette[ids], store.packed.levels) if store.packed else None
     to = [field.numpy() for field in fields]
     return MapRows(native.Parts(files, offsets, to, store.crcs[ids], packed), fields)
-
-
-def map_tensors(
-    count: int, spec: ScoreMapSpec | StoreHeader, empty: Callable[..., Tensor]
-) -> ScoreMaps:
-    """Allocate the map fields of `count` samples: logit, class, lse and window, as in Batch.
-
-    `empty` takes a shape and a `dtype`, as torch.empty and `Memory.empty` do.
-    """
-    cells = count, spec.side, spec.side
-    return ScoreMaps(
-        empty((*cells, spec.top_k), dtype=torch.float16),
-        empty((*cells, spec.top_k), dtype=torch.uint16),
-        empty(cells, dtype=torch.float16),
-        empty((count, 4), dtype=torch.float32),
-    )
 
 
 def score_map_spec(store: ScoreMapStore, num_classes: int) -> ScoreMapSpec:

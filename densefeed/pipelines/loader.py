@@ -9,7 +9,7 @@ mode holds nearly all the time.
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, count, repeat
@@ -21,7 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 from densefeed import native
-from densefeed.pipelines.batch import Batch, ScoreMapSpec, make_batch
+from densefeed.pipelines.batch import Batch, ScoreMapSpec, allocate_maps
 from densefeed.pipelines.plan import EpochPlan, RankRows
 from densefeed.pipelines.shapes import Shape
 from densefeed.storage.geometry import crop_views, visible_boxes
@@ -86,13 +86,6 @@ class Located(NamedTuple):
     samples: np.ndarray  # as in Encoded
     maps: MapPlaces | None
 
-    def split(self, size: int) -> "Iterator[Located]":
-        """Yield the places of each `size` samples; they share the memory of all."""
-        for first in range(0, len(self.samples), size):
-            part = slice(first, first + size)
-            maps = self.maps and MapPlaces(*(x if x is None else x[part] for x in self.maps))
-            yield Located(self.samples[part], maps)
-
 
 class MapRows(NamedTuple):
     """The location of the score maps of a batch, and the tensors that they are copied to."""
@@ -122,10 +115,10 @@ class Source(Protocol):
     images are augmented before the crop, `image` takes the place of `begin`.
 
     A source that knows where its samples lie without reading them may have `locate(ids)`, which
-    returns Located: the same samples as `Encoded`, and the places of the maps if `map_rows` takes
-    them as a third argument. Then the crops of several batches are planned, and their samples
-    located, at once: beside a training, whose data fill the caches, a call of numpy takes several
-    times as long. `begin` is called for such a source only if it has `follow`.
+    returns Located: the same samples as `Encoded`, and the places of the maps, if they are stored
+    as in Batch; then `map_rows` is not called. So the crops of several batches are planned, and
+    their samples located, at once: beside a training, whose data fill the caches, a call of numpy
+    takes several times as long. `begin` is called for such a source only if it has `follow`.
 
     A source that is slow to read in random order may have `blocks()`: the Blocks of the order in
     which training must read it, or None (storage/parquet_files.py).
@@ -172,8 +165,8 @@ class Source(Protocol):
     def map_rows(self, ids: np.ndarray, memory: "Memory") -> MapRows:
         """Locate the score maps of the samples `ids`; called only if `score_maps` is not None.
 
-        Allocate the tensors from `memory` with the shapes and dtypes of Batch (`map_tensors` in
-        folder.py). native.Parts names the bytes of each of them by file descriptor and offset, and
+        Allocate the tensors from `memory` with the shapes and dtypes of Batch (`allocate_maps` in
+        batch.py). native.Parts names the bytes of each of them by file descriptor and offset, and
         optionally a checksum; the native threads copy them beside the images, and refuse values
         that `score_maps` does not allow.
         """
@@ -252,10 +245,37 @@ class Crops(NamedTuple):
     view: np.ndarray  # float32 [N, 2, 3], as in Batch
     shown: np.ndarray  # float32 [N, 4], as in Batch
 
-    def split(self, size: int) -> "Iterator[Crops]":
-        """Yield the crops of each `size` samples."""
-        for first in range(0, len(self.flip), size):
-            yield Crops(*(field[first : first + size] for field in self))
+
+class Fields(NamedTuple):
+    """The fields of a Batch that are known before its images."""
+
+    label: Tensor
+    view: Tensor
+    shown: Tensor
+    index: Tensor
+    repeat: Tensor
+    weight: Tensor
+
+    def split(self, size: int) -> "Iterator[Fields]":
+        """Yield the fields of each `size` samples; they share the memory of all."""
+        return map(Fields._make, zip(*(field.split(size) for field in self), strict=True))
+
+
+class Planned(NamedTuple):
+    """A batch that was planned and located together with others, before its images are fetched."""
+
+    rows: native.Rows  # of all these batches
+    # Of this batch:
+    first: int  # row of its first sample
+    count: int  # of its samples
+    maps: MapPlaces | None
+    fields: Fields
+    checked: bool  # whether all its maps were read before and hold no impossible values
+
+    @property
+    def samples(self) -> np.ndarray:
+        """The samples of this batch."""
+        return self.rows.samples[self.first : self.first + self.count]
 
 
 # Of a source that fetches nothing.
@@ -276,8 +296,9 @@ class _Begun(NamedTuple):
     decoding: Decoding
     encoded: Encoded
     rows: RankRows  # of this batch alone: each field is `[N]`
-    crops: Crops
-    maps: MapRows | None
+    fields: Fields
+    maps: Sequence[Tensor] | None  # the fields of MapRows
+    limits: native.Limits | None  # of values, if the maps are checked
 
 
 class ThreadedLoader:
@@ -358,6 +379,8 @@ class ThreadedLoader:
         fetching = self._fetch(upcoming, epoch, prepare)
         fetched, decoding, steps = deque(), deque(), count(start)
         shape = (self.plan.shape(epoch, step) for step in count(start))
+        if len(shapes) == 1:
+            shape = repeat(shapes[0])
         try:
             # The rounds without a fetch empty both queues at the end of the epoch.
             for fetch in chain(fetching, [None] * (AHEAD + 1)):
@@ -402,9 +425,22 @@ class ThreadedLoader:
         self._pool.submit(job)
         return Decoding(job, image)
 
+    def _begin_planned(
+        self, planned: Planned, shape: Shape, maps: Sequence[Tensor], limits: native.Limits | None
+    ) -> Decoding:
+        """Do `_begin` for samples that were located; `maps` are the tensors that maps become."""
+        image = self._memory.empty((planned.count, *shape, 3), torch.uint8)
+        job = native.Job.of_rows(planned.rows, planned.first, image, maps, limits)
+        self._pool.submit(job)
+        return Decoding(job, image)
+
     def _wait(self, decoding: Decoding) -> None:
         """Wait until the images are decoded."""
         self._pool.wait(decoding.job)
+
+    def _has_failed(self, decoding: Decoding) -> bool:
+        """Return whether a sample of a finished batch has failed."""
+        return decoding.job.failed > 0
 
     def _cancel(self, decoding: Decoding) -> None:
         """Drop a batch that will not be waited for."""
@@ -414,10 +450,11 @@ class ThreadedLoader:
         self, batches: Iterator[tuple], epoch: int, prepare: Preparation | None
     ) -> Iterator[tuple[Fetch, RankRows]]:
         """Start to fetch batch after batch, and prefetch the storage needed a window later."""
+        located = prepare is None and self._locates() and not hasattr(self.source, "follow")
         for rows, runs in batches:
             for first, end in runs:
                 self.source.read_ahead(first, end)
-            if prepare is None and self._locates() and not hasattr(self.source, "follow"):
+            if located:
                 yield NO_FETCH, rows
             elif prepare is None:
                 yield self.source.begin(rows.index), rows
@@ -428,7 +465,7 @@ class ThreadedLoader:
 
     def _plan(
         self, epoch: int, shard: RankRows, start: int, early: bool
-    ) -> Iterator[tuple[np.ndarray, Crops | None, Located | None]]:
+    ) -> Iterator[tuple[np.ndarray, Planned | None]]:
         """Draw the random numbers of the crops of every batch from `start` on, and plan them.
 
         `early` plans before the images are fetched, where the source can locate them; what cannot
@@ -439,16 +476,33 @@ class ThreadedLoader:
         step = max(1, PLANNED // size)
         for first in range(start, batches, step):
             rows = RankRows(*(field[first : first + step].ravel() for field in shard))
-            u, crops = self.plan.crop_draws(epoch, rows.index, rows.repeat), repeat(None)
-            located = repeat(None)
+            u = self.plan.crop_draws(epoch, rows.index, rows.repeat)
+            planned = repeat(None)
             if early:
-                all_of_them, shape = self.source.locate(rows.index), self.plan.shape(epoch, first)
-                samples = all_of_them.samples
-                planned = self._crop(epoch, rows, (samples["height"], samples["width"]), u, shape)
-                samples["box_tlhw"], samples["flip"], samples["filter"] = planned[:3]
-                crops, located = planned.split(size), all_of_them.split(size)
+                planned = self._locate(epoch, rows, u, self.plan.shape(epoch, first), size)
             splits = np.split(u, range(size, len(rows.index), size), axis=1)
-            yield from zip(splits, crops, located, strict=False)
+            yield from zip(splits, planned, strict=False)
+
+    def _locate(
+        self, epoch: int, rows: RankRows, u: np.ndarray, shape: Shape, size: int
+    ) -> Iterator[Planned]:
+        """Locate samples and plan their crops; yield them in batches of `size`."""
+        samples, maps = self.source.locate(rows.index)
+        crops = self._crop(epoch, rows, (samples["height"], samples["width"]), u, shape)
+        samples["box_tlhw"], samples["flip"], samples["filter"] = crops[:3]
+        together = native.Rows(samples, *(maps or ()))
+        # Without a checksum a map may hold other values the next time.
+        sure = maps is not None and maps.crc is not None
+        checked = (sure & self._checked[rows.index].reshape(-1, size).all(1)).tolist()
+        for n, fields in enumerate(self._fields(rows, crops).split(size)):
+            part = slice(n * size, (n + 1) * size)
+            places = maps and MapPlaces(*(x if x is None else x[part] for x in maps))
+            yield Planned(together, part.start, size, places, fields, checked[n])
+
+    def _fields(self, rows: RankRows, crops: Crops) -> Fields:
+        # Copies: rows are part of an epoch's table.
+        arrays = self.source.labels[rows.index], crops.view, crops.shown, *map(np.copy, rows)
+        return Fields(*map(torch.from_numpy, arrays))
 
     def _locates(self) -> bool:
         """Whether the source can locate samples. With buckets each batch has another aspect."""
@@ -480,37 +534,45 @@ class ThreadedLoader:
         fetch: Fetch,
         rows: RankRows,
         u: np.ndarray,
-        crops: Crops | None,
-        located: Located | None,
+        planned: Planned | None,
     ) -> _Begun:
-        """Submit a batch for decoding; the last three are what `_plan` yields for it."""
+        """Submit a batch for decoding; the last two are what `_plan` yields for it."""
         encoded, ids = fetch.wait(), rows.index
-        if located is None:
+        if planned:
+            encoded, fields = Encoded(planned.samples, {}), planned.fields
+        else:
             samples = encoded.samples
             extents = samples["height"], samples["width"]
             crops = self._crop(epoch, rows, extents, u, shape, flipped=bool(encoded.follow))
             samples["box_tlhw"], samples["flip"], samples["filter"] = crops[:3]
-        else:
-            encoded = Encoded(located.samples, {})
-        maps = None
-        if self.score_maps and self._maps:
-            places = [located.maps] if located and located.maps else []
-            maps = self.source.map_rows(ids, self._memory, *places)
-            # A map that matches its checksum again holds the same values: 2 % of the loader's time.
-            if maps.parts.crc is None or not self._checked[ids].all():
-                parts = maps.parts._replace(limits=self.score_maps.limits)
-                maps = maps._replace(parts=parts)
-        return _Begun(self._begin(encoded, ids, shape, maps), encoded, rows, crops, maps)
+            fields = self._fields(rows, crops)
+        wanted, limits = self.score_maps and self._maps, None
+        # A map that matches its checksum again holds the same values: 2 % of the loader's time.
+        if wanted and not (planned.checked if planned else self._checked[ids].all()):
+            limits = self.score_maps.limits
+        if planned and (planned.maps or not wanted):
+            maps = allocate_maps(len(ids), self.score_maps, self._memory.empty) if wanted else None
+            decoding = self._begin_planned(planned, shape, maps or (), limits)
+            return _Begun(decoding, encoded, rows, fields, maps, limits)
+        maps = self.source.map_rows(ids, self._memory) if wanted else None
+        if maps and (limits or maps.parts.crc is None):
+            parts = maps.parts._replace(limits=self.score_maps.limits)
+            maps = maps._replace(parts=parts)
+        decoding = self._begin(encoded, ids, shape, maps)
+        return _Begun(decoding, encoded, rows, fields, maps and maps.fields, limits)
 
     def _finish(self, begun: _Begun) -> Batch:
         """Handle the bad samples of a decoded batch, and make tensors of it."""
-        samples = begun.decoding.job.samples
-        self._checked[begun.rows.index[samples["status"] == native.OK]] = begun.maps is not None
-        failed = np.flatnonzero(samples["status"]).tolist()
-        bad = [row for row in failed if not self._mend(begun, row)]
-        label = torch.from_numpy(self.source.labels[begun.rows.index])
-        maps = begun.maps.fields if begun.maps else [None] * 4
-        batch = make_batch(begun.decoding.image, label, begun.crops[3:], begun.rows, maps)
+        bad = []
+        if self._has_failed(begun.decoding):
+            status = begun.decoding.job.samples["status"]
+            good, failed = np.flatnonzero(status == native.OK), np.flatnonzero(status).tolist()
+            self._checked[begun.rows.index[good]] = begun.maps is not None
+            bad = [row for row in failed if not self._mend(begun, row)]
+        elif begun.limits:
+            self._checked[begun.rows.index] = True
+        maps = begun.maps or [None] * 4
+        batch = Batch(begun.decoding.image, *begun.fields, *maps, axis_aligned=True)
         if begun.encoded.follow:
             batch = begun.encoded.follow(batch)
         if bad:

@@ -9,8 +9,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from densefeed.pipelines.batch import Batch, ScoreMapSpec
-from densefeed.pipelines.folder import map_tensors
+from densefeed.pipelines.batch import Batch, ScoreMapSpec, allocate_maps
 from densefeed.pipelines.loader import Source
 from densefeed.system.devices import free_memory
 from densefeed.system.errors import UserError
@@ -45,7 +44,7 @@ class ResidentMaps:
             f"score maps of {count:,} images: {needed / 1e9:.2f} GB on {device}, "
             f"{free / 1e9:.2f} GB were free"
         )
-        fields = map_tensors(count, spec, partial(torch.empty, device=device))
+        fields = allocate_maps(count, spec, partial(torch.empty, device=device))
         for first in bar(range(0, count, CHUNK), "score maps"):
             rows = source.maps(np.arange(first, min(first + CHUNK, count)))
             for whole, part in zip(fields, rows, strict=True):

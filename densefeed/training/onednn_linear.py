@@ -38,21 +38,20 @@ def multiply(a_RI: Tensor, b_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
 
 
 class LinearProduct(torch.autograd.Function):
-    """`F.linear` whose three products are oneDNN's."""
+    """`F.linear` of a matrix whose three products are oneDNN's."""
 
     @staticmethod
-    def forward(ctx, x, weight_OI, bias_O):
-        ctx.save_for_backward(x, weight_OI)
-        return multiply(x, weight_OI, bias_O)
+    def forward(ctx, x_RI, weight_OI, bias_O):
+        ctx.save_for_backward(x_RI, weight_OI)
+        return multiply(x_RI, weight_OI, bias_O)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
-        x, weight_OI = ctx.saved_tensors
-        grad_RO, x_RI = grad.flatten(0, -2), x.flatten(0, -2)
+    def backward(ctx, grad_RO):
+        x_RI, weight_OI = ctx.saved_tensors
         grads: list[Tensor | None] = [None] * 3
         if ctx.needs_input_grad[0]:
-            grads[0] = multiply(grad_RO, weight_OI.T).view_as(x)
+            grads[0] = multiply(grad_RO, weight_OI.T)
         if ctx.needs_input_grad[1]:
             # The left operand is copied if it is transposed: the narrower one, 10 % faster.
             narrow = x_RI.shape[1] < grad_RO.shape[1]
@@ -72,7 +71,9 @@ class OnednnLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling() or not self._fits(x):
             return super().forward(x)
-        return LinearProduct.apply(x, self.weight, self.bias)
+        out_RO = LinearProduct.apply(x.flatten(0, -2), self.weight, self.bias)
+        # Outside: what follows may change the output in place, but no view that a Function made.
+        return out_RO.unflatten(0, x.shape[:-1])
 
     def _fits(self, x: Tensor) -> bool:
         dense = x.dtype == self.weight.dtype == torch.float32 and x.device.type == "cpu"

@@ -1,6 +1,7 @@
 """The native decoder against Pillow, libjpeg and its own build without SIMD; threads; bad input."""
 
 import ctypes
+import gc
 import io
 import itertools
 import os
@@ -499,6 +500,73 @@ def test_parts_are_read_from_any_offsets(maps):
     assert not job.samples["status"].any()
     for n, row in enumerate(want):
         assert [to[n].tobytes() for to in parts.to] == row
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 5), (1, 3), (4, 1)])
+def test_jobs_of_rows_are_those_of_their_arrays(maps, first, count):
+    """Samples and parts from `first` on; neither more is read, nor more written."""
+    whole, parts, want, _ = maps
+    rows = native.Rows(whole.samples, parts.file, parts.offset, parts.crc)
+    to = [torch.zeros(count, part.shape[1], dtype=torch.uint8) for part in parts.to]
+    image = torch.zeros(count, 16, 16, 3, dtype=torch.uint8)
+    job = native.Job.of_rows(rows, first, image, to)
+    job.decode()
+    whole.decode()
+    assert job.failed == 0
+    assert np.shares_memory(job.samples, whole.samples[first : first + count])
+    np.testing.assert_array_equal(image.numpy(), whole.pixels[first : first + count])
+    for n in range(count):
+        assert [part[n].numpy().tobytes() for part in to] == want[first + n]
+
+
+def test_jobs_of_rows_keep_their_memory(maps):
+    whole, parts, want, _ = maps
+    to = [torch.zeros(5, part.shape[1], dtype=torch.uint8) for part in parts.to]
+    image = torch.zeros(5, 16, 16, 3, dtype=torch.uint8)
+    places = [np.copy(part) for part in (parts.file, parts.offset, parts.crc)]
+    job = native.Job.of_rows(native.Rows(whole.samples, *places), 0, image, to)
+    del places
+    gc.collect()
+    # Memory of the same sizes, which an allocator would give the next time.
+    _others = [np.full_like(part, 77) for part in (parts.file, parts.offset, parts.crc)]
+    job.decode()
+    assert job.failed == 0
+    assert [part[2].numpy().tobytes() for part in to] == want[2]
+
+
+@pytest.mark.parametrize("bad", [[], [3], [0, 4]])
+@pytest.mark.parametrize("threads", [0, 2])
+def test_jobs_count_the_samples_that_fail(maps, bad, threads):
+    """On the calling thread and by a pool, and anew when a job runs again."""
+    job, parts, *_ = maps
+    parts.crc[bad] ^= 1
+    pool = native.Pool(max(threads, 1))
+    for _ in range(2):
+        if threads:
+            pool.submit(job)
+            pool.wait(job)
+        else:
+            job.decode()
+        assert job.failed == len(bad) == np.count_nonzero(job.samples["status"])
+    pool.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="a policy of Linux")
+def test_decoding_threads_do_not_interrupt_others(photographs):
+    before = set(os.listdir("/proc/self/task"))
+    pool = native.Pool(3)
+    job = make_job([encoded(photographs[0])], [(0, 0, 20, 20)], 16)
+    pool.submit(job)
+    pool.wait(job)
+    mine = [int(thread) for thread in set(os.listdir("/proc/self/task")) - before]
+    until = time.monotonic() + 60
+    # A thread sets its policy when it first runs.
+    while {os.sched_getscheduler(thread) for thread in mine} != {os.SCHED_BATCH}:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert len(mine) == 3
+    assert os.sched_getscheduler(0) != os.SCHED_BATCH
+    pool.close()
 
 
 def test_crops_of_one_image_get_its_parts(maps):

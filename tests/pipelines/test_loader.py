@@ -73,6 +73,28 @@ def test_a_beton_with_its_maps_beside_it(folder, maps, beton, tmp_path, command)
         assert_equal(one, other)
 
 
+@pytest.mark.parametrize("summed", [True, False], ids=["checksums", "none"])
+@pytest.mark.parametrize("locates", [True, False])
+def test_values_of_maps_are_checked_once_or_always_without_checksums(
+    beton, monkeypatch, summed, locates
+):
+    """FFCV's own files have no checksums, so a map may hold other values the next time."""
+    if not locates:
+        monkeypatch.delattr(FfcvSource, "locate")
+    source, checked = FfcvSource(beton), []
+    if not summed:
+        source._beton.crcs = None
+    reader = loader(source)
+    wait = reader._wait
+    monkeypatch.setattr(
+        reader, "_wait", lambda begun: (checked.append(bool(begun.job.batch.limits)), wait(begun))
+    )
+    for epoch in (0, 1):
+        assert len(list(reader.batches(epoch))) == 3
+    reader.close()
+    assert checked == [True] * 3 + [not summed] * 3
+
+
 @pytest.mark.parametrize("threads", [1, 4])
 def test_batches_do_not_depend_on_threads_or_resume(beton, threads):
     whole = epoch_of(FfcvSource(beton))

@@ -70,6 +70,17 @@ def test_any_memory_format(products):
     torch.testing.assert_close(layer.bias.grad, torch.ones(96))
 
 
+@pytest.mark.parametrize("shape", [(200, 64), (4, 50, 64)])
+def test_outputs_may_be_changed_in_place(shape, products):
+    """As timm's NaFlexViT adds its positions."""
+    layer, x = make_layer(64, 96), torch.randn(shape)
+    layer(x).mul_(2).add_(1).sum().backward()
+    assert products.call_count == 2
+    torch.testing.assert_close(layer.bias.grad, torch.full((96,), 400.0))
+    total = x.flatten(0, -2).sum(0)
+    torch.testing.assert_close(layer.weight.grad, (2 * total).expand(96, -1), rtol=1e-4, atol=1e-4)
+
+
 def test_only_needed_gradients_are_computed(products):
     layer = make_layer(64, 96)
     layer.weight.requires_grad_(False)

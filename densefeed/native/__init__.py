@@ -312,7 +312,7 @@ class Rows:
         crc: np.ndarray | None = None,
     ) -> None:
         assert samples.dtype == SAMPLE
-        self.samples = samples
+        self.samples, self.parts = samples, 0 if file is None else file.shape[1]
         columns = {"samples": samples, "part_file": file, "part_offset": offset, "part_crc": crc}
         self._columns = {name: array for name, array in columns.items() if array is not None}
         for array, dtype in ((file, np.int32), (offset, np.int64), (crc, np.uint32)):
@@ -384,6 +384,12 @@ class Job:
         """
         job = cls.__new__(cls)
         count, height, width, _ = image.shape
+        # The library reads and writes where these say.
+        assert 0 <= first <= len(rows.samples) - count
+        assert image.dtype.itemsize == 1
+        assert min(height, width) > 0
+        assert all(part.is_contiguous() and len(part) == count for part in (image, *to))
+        assert len(to) == rows.parts
         job.samples, job.pixels = rows.samples[first : first + count], image
         job._keep = [rows, to]
         job.batch = batch = _Batch(0, count, height, width, image.data_ptr())

@@ -41,7 +41,11 @@ static void free_scratch(Scratch *scratch) {
  * core of the thread that submits a batch, which then waits 0.5 ms for the first sample. */
 static void yield_to_others(void) {
 #if defined(SCHED_BATCH)
-    pthread_setschedparam(pthread_self(), SCHED_BATCH, &(struct sched_param){0});
+    int policy;
+    struct sched_param parameters;
+    pthread_getschedparam(pthread_self(), &policy, &parameters);
+    /* Not where the user chose another policy, such as SCHED_IDLE. */
+    if (policy == SCHED_OTHER) pthread_setschedparam(pthread_self(), SCHED_BATCH, &parameters);
 #endif
 }
 

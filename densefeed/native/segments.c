@@ -224,6 +224,10 @@ static int open_header(Header *header, const uint8_t *bytes, size_t length, char
     if (rows != header->mcus_down || be16(bytes + 4) != 2 + INDEX_FIXED + 8 * rows
         || header->interval < 1 || header->mcus_across % header->interval)
         return fail(message, DAMAGED, "its segment index does not match its size");
+    /* A cut leaves ours out, and would then begin with another one. */
+    const uint8_t *next = bytes + 4 + be16(bytes + 4);
+    if (next + 10 <= bytes + length && next[1] == 0xE9 && !memcmp(next + 4, INDEX_MARK, 6))
+        return fail(message, DAMAGED, "it has two segment indexes");
     return OK;
 }
 

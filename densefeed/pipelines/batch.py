@@ -34,7 +34,11 @@ class ScoreMapSpec(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """N samples on one device. The map fields are None where the dataset has no score maps."""
+    """N samples on one device. The map fields are None where the dataset has no score maps.
+
+    Small fields of a loader's batches are rows of larger tensors: change them in place, but do not
+    resize them.
+    """
 
     # uint8 [N, H, W, 3], cropped, resized and flipped; augmented [N, 3, H, W], float32 or the dtype
     # of autocast

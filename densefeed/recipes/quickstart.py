@@ -5,7 +5,7 @@ from densefeed.training.config import Config
 
 
 def quickstart_token_label() -> Config:
-    """The quickstart's student with token labels: digit scenes, half a minute on one CPU core.
+    """The quickstart's student with token labels: digit scenes, 13 to 30 s on one CPU core.
 
     python train.py quickstart_token_label --loader ffcv --data quickstart/train.beton \\
         --val quickstart/val.beton --out runs/token-label

@@ -10,7 +10,7 @@ from functools import cache
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from densefeed.system.provenance import cpu_model
 
@@ -46,16 +46,17 @@ class LinearProduct(torch.autograd.Function):
         return multiply(x_RI, weight_OI, bias_O)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_RO):
         x_RI, weight_OI = ctx.saved_tensors
+        # With `create_graph` the backward pass is differentiated too, and oneDNN's product cannot.
+        product = F.linear if torch.is_grad_enabled() else multiply
         grads: list[Tensor | None] = [None] * 3
         if ctx.needs_input_grad[0]:
-            grads[0] = multiply(grad_RO, weight_OI.T)
+            grads[0] = product(grad_RO, weight_OI.T)
         if ctx.needs_input_grad[1]:
             # The left operand is copied if it is transposed: the narrower one, 10 % faster.
             narrow = x_RI.shape[1] < grad_RO.shape[1]
-            grads[1] = multiply(x_RI.T, grad_RO.T).T if narrow else multiply(grad_RO.T, x_RI.T)
+            grads[1] = product(x_RI.T, grad_RO.T).T if narrow else product(grad_RO.T, x_RI.T)
         if ctx.needs_input_grad[2]:
             grads[2] = grad_RO.sum(0)
         return tuple(grads)
@@ -64,8 +65,9 @@ class LinearProduct(torch.autograd.Function):
 class OnednnLinear(nn.Linear):
     """A linear layer whose large products in float32 are oneDNN's.
 
-    It differs from its base by rounding. Compiled, under autocast and for small inputs it is its
-    base.
+    Compiled, under autocast and for small inputs it is its base; else outputs and gradients differ
+    from its by rounding. Tools that look into layers (torch.fx, torch.func, relevance of
+    densefeed.explain) take its base only: `use_onednn(module, False)`.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import os
 import platform
 import struct
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -567,6 +568,39 @@ def test_decoding_threads_do_not_interrupt_others(photographs):
     assert len(mine) == 3
     assert os.sched_getscheduler(0) != os.SCHED_BATCH
     pool.close()
+
+
+IDLE = """
+import os, time
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+from densefeed import native
+before = set(os.listdir("/proc/self/task"))
+pool = native.Pool(2)
+time.sleep(0.5)
+mine = set(os.listdir("/proc/self/task")) - before
+assert len(mine) == 2
+assert {os.sched_getscheduler(int(thread)) for thread in mine} == {os.SCHED_IDLE}
+pool.close()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="a policy of Linux")
+def test_decoding_threads_keep_a_policy_that_the_user_chose():
+    subprocess.run([sys.executable, "-c", IDLE], check=True)
+
+
+def test_jobs_of_rows_refuse_what_they_would_read_or_write_beside():
+    rows = native.Rows(np.zeros(5, native.SAMPLE))
+    image = torch.zeros(2, 8, 8, 3, dtype=torch.uint8)
+    for first, pixels, to in (
+        (4, image, []),
+        (-1, image, []),
+        (0, image.float(), []),
+        (0, image.transpose(1, 2)[:, :, ::2], []),
+        (0, image, [torch.zeros(2, 4)]),
+    ):
+        with pytest.raises(AssertionError):
+            native.Job.of_rows(rows, first, pixels, to)
 
 
 def test_crops_of_one_image_get_its_parts(maps):

@@ -389,7 +389,7 @@ class Job:
         assert image.dtype.itemsize == 1
         assert min(height, width) > 0
         assert all(part.is_contiguous() and len(part) == count for part in (image, *to))
-        assert len(to) == rows.parts
+        assert not to or len(to) == rows.parts
         job.samples, job.pixels = rows.samples[first : first + count], image
         job._keep = [rows, to]
         job.batch = batch = _Batch(0, count, height, width, image.data_ptr())

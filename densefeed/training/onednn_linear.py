@@ -16,8 +16,8 @@ from densefeed.system.provenance import cpu_model
 
 # The operator that inductor calls for a linear layer. PyTorch has no public name for it.
 PRODUCT = "_linear_pointwise"
-# Multiplications in a product from which on oneDNN is faster. On Zen 5: 16 rows of 96 to 10 take
-# MKL 3 us and oneDNN 11, 576 rows 29 and 19.
+# The least number of multiplications for which oneDNN is faster. On Zen 5, a layer from 96 to 10
+# features takes MKL 3 us and oneDNN 11 for 16 rows, 29 and 19 for 576 rows.
 LEAST_WORK = 2**18
 
 

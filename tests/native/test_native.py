@@ -538,7 +538,7 @@ def test_jobs_of_rows_keep_their_memory(maps):
 @pytest.mark.parametrize("bad", [[], [3], [0, 4]])
 @pytest.mark.parametrize("threads", [0, 2])
 def test_jobs_count_the_samples_that_fail(maps, bad, threads):
-    """On the calling thread and by a pool, and anew when a job runs again."""
+    """On the calling thread and by a pool, and from 0 when a job runs again."""
     job, parts, *_ = maps
     parts.crc[bad] ^= 1
     pool = native.Pool(max(threads, 1))

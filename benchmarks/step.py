@@ -393,7 +393,7 @@ def build_contest(
         }
         config = make_config(benchmark, OURS, compile)
         model = deepcopy(ours[OURS])
-        # Both have the same weights; how they are multiplied is ours.
+        # oneDNN is part of our step; timm's has PyTorch's defaults.
         use_onednn(model, False)
         steps[TIMM] = timm_step(config, model, device, steps[OURS].seed)
         bar = EQUAL[autocast_dtype(config, device)]

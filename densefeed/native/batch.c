@@ -37,9 +37,9 @@ static void free_scratch(Scratch *scratch) {
     free(scratch->weights), free(scratch->seen);
 }
 
-/* Let this thread not interrupt another one when it wakes up. By default Linux may put it on the
- * core of the thread that submits a batch, which then waits 0.5 ms for the first sample. */
-static void yield_to_others(void) {
+/* Prevent this thread from preempting another one when it wakes up. By default Linux may wake it on
+ * the core of the thread that submits a batch, which then waits 0.5 ms for the first sample. */
+static void avoid_preemption(void) {
 #if defined(SCHED_BATCH)
     int policy;
     struct sched_param parameters;
@@ -52,7 +52,7 @@ static void yield_to_others(void) {
 static void *work(void *argument) {
     Pool *pool = argument;
     Scratch scratch = {0};
-    yield_to_others();
+    avoid_preemption();
     pthread_mutex_lock(&pool->lock);
     for (;;) {
         Batch *batch = pool->first;

@@ -747,7 +747,8 @@ class DaliLoader(ThreadedLoader):
     ) -> _Work:
         ids, rows = planned.fields.index.numpy(), None
         if maps:
-            file, offset, crc = planned.maps
+            part = slice(planned.first, planned.first + planned.count)
+            file, offset, crc = (x if x is None else x[part] for x in planned.maps)
             to = [field.numpy() for field in maps]
             rows = MapRows(native.Parts(file, offset, to, crc, limits=limits), tuple(maps))
         return self._begin(Encoded(planned.samples, {}), ids, shape, rows)

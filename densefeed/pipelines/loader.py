@@ -264,11 +264,12 @@ class Fields(NamedTuple):
 class Planned(NamedTuple):
     """A batch that was planned and located together with others, before its images are fetched."""
 
-    rows: native.Rows  # of all these batches
+    # Of all these batches:
+    rows: native.Rows
+    maps: MapPlaces | None
     # Of this batch:
     first: int  # row of its first sample
     count: int  # of its samples
-    maps: MapPlaces | None
     fields: Fields
     checked: bool  # whether all its maps were read before and hold no impossible values
 
@@ -495,9 +496,7 @@ class ThreadedLoader:
         sure = maps is not None and maps.crc is not None
         checked = (sure & self._checked[rows.index].reshape(-1, size).all(1)).tolist()
         for n, fields in enumerate(self._fields(rows, crops).split(size)):
-            part = slice(n * size, (n + 1) * size)
-            places = maps and MapPlaces(*(x if x is None else x[part] for x in maps))
-            yield Planned(together, part.start, size, places, fields, checked[n])
+            yield Planned(together, maps, n * size, size, fields, checked[n])
 
     def _fields(self, rows: RankRows, crops: Crops) -> Fields:
         # Copies: rows are part of an epoch's table.

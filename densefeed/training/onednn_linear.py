@@ -1,4 +1,4 @@
-"""Linear layers multiplied by oneDNN, on processors where PyTorch's library leaves speed unused.
+"""Linear layers computed with oneDNN, on processors where PyTorch's default library is slower.
 
 PyTorch multiplies float32 matrices with Intel's MKL, which has only AVX2 on AMD's processors, and
 computes convolutions with oneDNN, which also has AVX-512 there. On one core of an EPYC (Zen 5)
@@ -33,7 +33,7 @@ def is_faster() -> bool:
 
 
 def multiply(a_RI: Tensor, b_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """Return `a b^T + bias` by oneDNN, for dense float32 on the CPU in any memory format."""
+    """Return `a b^T + bias` with oneDNN, for dense float32 on the CPU in any memory format."""
     return getattr(torch.ops.mkldnn, PRODUCT)(a_RI, b_OI, bias_O, "none", [], "")
 
 
@@ -84,7 +84,7 @@ class OnednnLinear(nn.Linear):
 
 
 def use_onednn(module: nn.Module, use: bool = True) -> None:
-    """Let all layers of class `nn.Linear` in a module multiply by oneDNN, or by MKL again.
+    """Let all layers of class `nn.Linear` in a module use oneDNN, or MKL again.
 
     Parameters, names and hooks stay as they are.
     """

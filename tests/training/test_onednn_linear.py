@@ -1,4 +1,4 @@
-"""Linear layers multiplied by oneDNN, against float64 and PyTorch's own."""
+"""Linear layers computed with oneDNN, against float64 and PyTorch's own."""
 
 import copy
 from unittest import mock

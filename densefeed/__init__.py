@@ -3,19 +3,22 @@
 Importing this package registers its models with timm.
 """
 
-from densefeed import models as models
-from densefeed.api import CrossEntropy, Loader, ReLabel, TokenLabeling, open_loader
-from densefeed.objectives import Objective, ObjectiveOptions
-from densefeed.objectives import register as register_objective
-from densefeed.pipelines.augment.settings import register_operation
-from densefeed.pipelines.batch import Batch, ScoreMapSpec
-from densefeed.pipelines.open import register_loader
-from densefeed.pipelines.plan import EpochPlan
-from densefeed.pipelines.targets import SparseTargets, TargetRules, sparse_targets
-from densefeed.storage.datasets import register_dataset
-from densefeed.storage.score_maps import ScoreMapStore
-from densefeed.system.errors import UserError
-from densefeed.training.config import Config
+from densefeed.system import collector
+
+with collector.pause():
+    from densefeed import models as models
+    from densefeed.api import CrossEntropy, Loader, ReLabel, TokenLabeling, open_loader
+    from densefeed.objectives import Objective, ObjectiveOptions
+    from densefeed.objectives import register as register_objective
+    from densefeed.pipelines.augment.settings import register_operation
+    from densefeed.pipelines.batch import Batch, ScoreMapSpec
+    from densefeed.pipelines.open import register_loader
+    from densefeed.pipelines.plan import EpochPlan
+    from densefeed.pipelines.targets import SparseTargets, TargetRules, sparse_targets
+    from densefeed.storage.datasets import register_dataset
+    from densefeed.storage.score_maps import ScoreMapStore
+    from densefeed.system.errors import UserError
+    from densefeed.training.config import Config
 
 __all__ = [
     "Batch",

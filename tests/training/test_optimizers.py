@@ -5,6 +5,7 @@ import io
 import math
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from timm.optim import create_optimizer_v2, muon, param_groups_weight_decay
 from torch import nn
 
 from densefeed.system.errors import UserError
+from densefeed.training import onednn_linear, optimizers
 from densefeed.training.config import OptimOptions
 from densefeed.training.optimizers import FUSED, build_optimizer, has_momentum, optimizer_names
 from densefeed.training.student import Student, update
@@ -22,6 +24,10 @@ from .test_student import ALONE, float_state, loss, make_batch, make_student, ne
 # parameters in one optimizer.
 SOME = ["adamw", "sgd", "lion", "nadamuon", "adan"]
 OTHERS = sorted(set(optimizer_names()) - set(SOME))
+needs_onednn = pytest.mark.skipif(
+    not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, onednn_linear.PRODUCT)),
+    reason="PyTorch without oneDNN's linear layers",
+)
 every_name = pytest.mark.parametrize(
     "name", [*SOME, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 )
@@ -214,3 +220,30 @@ def test_muon_orthogonalizes_in_float32_on_a_cpu():
     # timm matches the size of AdamW's updates: 0.2 times the root of the longer side.
     want = -0.2 * math.sqrt(12) * (u * values) @ v
     torch.testing.assert_close((layer.weight.detach() - before).double(), want, rtol=0, atol=1e-5)
+
+
+@needs_onednn
+@pytest.mark.parametrize("shape", [(96, 288), (288, 96), (128, 128)])
+def test_muon_orthogonalizes_by_onednn(monkeypatch, shape):
+    """As timm does in float64, on any processor that has oneDNN's product."""
+    products = mock.Mock(wraps=optimizers.multiply)
+    monkeypatch.setattr(optimizers, "multiply", products)
+    monkeypatch.setattr(optimizers, "is_faster", lambda: True)
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    coefficients = muon.resolve_ns_coefficients("quintic", muon._COEFFICIENTS)
+    options = {"eps": 1e-7, "safety_factor": 1.01, "scale_eps": False}
+    # The last step repeats the last coefficients.
+    got = optimizers.orthogonalize(gradient, 6, coefficients, **options)
+    want = optimizers.ORTHOGONALIZE(
+        gradient.double(), 6, coefficients, **options, dtype=torch.float64
+    )
+    assert products.call_count == 18
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=2e-6)
+
+
+@needs_onednn
+def test_a_gradient_of_zero_stays_zero():
+    """Muon divides by its norm."""
+    options = {"eps": 1e-7, "safety_factor": 1.0}
+    zero = torch.zeros(96, 288)
+    assert not optimizers.orthogonalize_by_onednn(zero, 5, [(3.0, -4.0, 2.0)], **options).any()

@@ -1,0 +1,60 @@
+"""The collector of reference cycles: paused in imports, short when a command exits."""
+
+import gc
+import subprocess
+import sys
+from contextlib import suppress
+
+import pytest
+
+from densefeed.system import collector
+
+
+def run_python(script: str) -> str:
+    """Run `script` in a new interpreter; return what it prints."""
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_pause_ends_as_it_began(enabled):
+    before = gc.isenabled()
+    try:
+        gc.enable() if enabled else gc.disable()
+        with suppress(ZeroDivisionError), collector.pause():
+            assert not gc.isenabled()
+            raise ZeroDivisionError
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable() if before else gc.disable()
+
+
+def test_the_package_is_imported_without_collections():
+    """None from the first module of PyTorch on to the last of the package."""
+    script = """
+import gc, sys
+counts = {False: 0, True: 0}
+def count(phase, details):
+    counts["torch" in sys.modules and not hasattr(sys.modules["densefeed"], "Config")] += 1
+gc.callbacks.append(count)
+import densefeed
+gc.collect()
+print(counts[True], counts[False] > 0, gc.isenabled())
+"""
+    assert run_python(script) == "0 True True\n"
+
+
+def test_commands_collect_only_what_they_made():
+    """What was imported is frozen, and a cycle that the command made is finalized when it exits."""
+    script = """
+import gc
+from densefeed.system import errors
+class Left:
+    def __del__(self): print("finalized", flush=True)
+def main():
+    print(gc.get_freeze_count() > 100_000, flush=True)
+    left = Left()
+    left.self = left
+errors.run(main)
+"""
+    assert run_python(script) == "True\nfinalized\n"

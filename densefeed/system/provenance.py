@@ -59,13 +59,21 @@ def commit() -> str:
 
 
 def cpu_model() -> str:
-    """Return the kernel's name of the CPU, e.g. `AMD EPYC 9654`, else the architecture."""
-    # arm64's file has no such line, macOS has no such file.
+    """Return the kernel's name of the CPU and its numbers, else the architecture.
+
+    E.g. `AMD EPYC (family 26, model 2)`: virtual machines often leave out which EPYC it is.
+    """
+    known = {}
+    # arm64's file has no such lines, macOS has no such file.
     with suppress(FileNotFoundError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
+            name, _, value = line.partition(":")
+            known.setdefault(name.strip(), value.strip())
+    if not (name := known.get("model name")):
+        return platform.machine()
+    if {"cpu family", "model"} <= known.keys():
+        return f"{name} (family {known['cpu family']}, model {known['model']})"
+    return name
 
 
 def command(argv: list[str]) -> str:

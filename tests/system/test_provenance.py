@@ -5,6 +5,8 @@ import os
 import platform
 from pathlib import Path
 
+import pytest
+
 from densefeed.system.json_files import read_json
 from densefeed.system.provenance import cpu_model, write_json
 
@@ -17,6 +19,23 @@ def test_without_proc_the_cpu_is_its_architecture(monkeypatch):
 
     monkeypatch.setattr(Path, "read_text", missing)
     assert cpu_model() == platform.machine()
+
+
+@pytest.mark.parametrize(
+    ("lines", "want"),
+    [
+        (
+            "model name\t: AMD EPYC\ncpu family\t: 26\nmodel\t\t: 2\n\nmodel\t\t: 7",
+            "AMD EPYC (family 26, model 2)",
+        ),
+        ("processor: 0\nmodel name: POWER9, altivec supported", "POWER9, altivec supported"),
+        ("processor: 0\nCPU part: 0xd0c", platform.machine()),
+    ],
+)
+def test_a_cpu_has_its_numbers(monkeypatch, lines, want):
+    """As many virtual machines name all generations alike. POWER and arm64 have none."""
+    monkeypatch.setattr(Path, "read_text", lambda path: lines)
+    assert cpu_model() == want
 
 
 def test_json_that_is_written_can_be_read(tmp_path):

@@ -3,9 +3,9 @@
 Importing this package registers its models with timm.
 """
 
-from densefeed.system import collector
+from densefeed.system.collector import pause as _pause
 
-with collector.pause():
+with _pause():
     from densefeed import models as models
     from densefeed.api import CrossEntropy, Loader, ReLabel, TokenLabeling, open_loader
     from densefeed.objectives import Objective, ObjectiveOptions

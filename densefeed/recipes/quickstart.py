@@ -107,7 +107,7 @@ def quickstart_teacher() -> Config:
 def speedrun_micro() -> Config:
     """The micro track of the speedrun, to 90 % top-1 in every seed (records/README.md).
 
-    168 steps. Smaller crops than of 45 % of a scene are harder: with steps of 24 images and 25 %
+    168 steps. Crops of less than 45 % of a scene are harder: with steps of 24 images and 25 %
     the lowest of five seeds reached 92.5 %, with 35 % 93.1. Steps of 40 images reached 88 %.
 
     python train.py speedrun_micro --loader ffcv --data quickstart/train.beton \\

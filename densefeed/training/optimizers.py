@@ -103,8 +103,8 @@ def orthogonalize(
         options["dtype"] = torch.float32
         work = min(gradient.shape[-2:]) * gradient.numel()
         plain = gradient.ndim == 2 and not options.get("scale_eps")
-        if is_faster() and plain and work >= LEAST_WORK:
-            scale = options["eps"], options["safety_factor"]
+        if not torch.compiler.is_compiling() and plain and work >= LEAST_WORK and is_faster():
+            scale = options.get("eps", muon.MUON_EPS), options.get("safety_factor", 1.0)
             return orthogonalize_by_onednn(gradient, steps, coefficients, *scale)
     return ORTHOGONALIZE(gradient, steps, coefficients, **options)
 

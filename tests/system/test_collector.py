@@ -56,5 +56,9 @@ def main():
     left = Left()
     left.self = left
 errors.run(main)
+# A second command freezes nothing: what the first one left can be freed.
+errors.run(lambda: None)
+gc.collect()
+print("exits", flush=True)
 """
-    assert run_python(script) == "True\nfinalized\n"
+    assert run_python(script) == "True\nfinalized\nexits\n"

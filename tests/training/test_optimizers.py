@@ -242,6 +242,27 @@ def test_muon_orthogonalizes_by_onednn(monkeypatch, shape):
 
 
 @needs_onednn
+def test_a_compiled_update_and_small_matrices_are_timms(monkeypatch):
+    """Inductor takes oneDNN's product of constant weights only."""
+    coefficients = muon.resolve_ns_coefficients("quintic", muon._COEFFICIENTS)
+    monkeypatch.setattr(optimizers, "is_faster", lambda: True)
+    product = mock.Mock(wraps=optimizers.multiply)
+    monkeypatch.setattr(optimizers, "multiply", product)
+    optimizers.orthogonalize(torch.randn(96, 96), 5, coefficients)
+    optimizers.orthogonalize(torch.randn(2, 96, 288), 5, coefficients)
+    optimizers.orthogonalize(torch.randn(96, 288), 5, coefficients, scale_eps=True)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    optimizers.orthogonalize(torch.randn(96, 288), 5, coefficients)
+    assert not product.called
+    monkeypatch.undo()
+    monkeypatch.setattr(optimizers, "is_faster", lambda: True)
+    monkeypatch.setattr(optimizers, "multiply", product)
+    # With timm's defaults for the other arguments.
+    optimizers.orthogonalize(torch.randn(96, 288), 5, coefficients)
+    assert product.called
+
+
+@needs_onednn
 def test_a_gradient_of_zero_stays_zero():
     """Muon divides by its norm."""
     options = {"eps": 1e-7, "safety_factor": 1.0}

@@ -1,4 +1,4 @@
-"""The collector of reference cycles: paused in imports, short when a command exits."""
+"""Garbage collection: disabled during imports, without the imported objects in commands."""
 
 import gc
 import subprocess

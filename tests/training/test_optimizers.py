@@ -238,6 +238,7 @@ def test_muon_orthogonalizes_by_onednn(monkeypatch, shape):
         gradient.double(), 6, coefficients, **options, dtype=torch.float64
     )
     assert products.call_count == 18
+    # Rounding in float32: 4e-7 was the largest difference here, and 8e-7 with timm's own products.
     torch.testing.assert_close(got.double(), want, rtol=0, atol=2e-6)
 
 
@@ -251,12 +252,10 @@ def test_a_compiled_update_and_small_matrices_are_timms(monkeypatch):
     optimizers.orthogonalize(torch.randn(96, 96), 5, coefficients)
     optimizers.orthogonalize(torch.randn(2, 96, 288), 5, coefficients)
     optimizers.orthogonalize(torch.randn(96, 288), 5, coefficients, scale_eps=True)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    optimizers.orthogonalize(torch.randn(96, 288), 5, coefficients)
+    with monkeypatch.context() as compiled:
+        compiled.setattr(torch.compiler, "is_compiling", lambda: True)
+        optimizers.orthogonalize(torch.randn(96, 288), 5, coefficients)
     assert not product.called
-    monkeypatch.undo()
-    monkeypatch.setattr(optimizers, "is_faster", lambda: True)
-    monkeypatch.setattr(optimizers, "multiply", product)
     # With timm's defaults for the other arguments.
     optimizers.orthogonalize(torch.randn(96, 288), 5, coefficients)
     assert product.called

@@ -8,20 +8,26 @@ import timm
 import torch
 from timm.optim import muon
 
-from benchmarks.update import UpdateBenchmark, Updated, in_float32, main, with_gradients
+from benchmarks.update import (
+    ModelUpdate,
+    UpdateBenchmark,
+    add_gradients,
+    main,
+    orthogonalize_in_float32,
+)
 from densefeed.system.errors import UserError
-from densefeed.training import optimizers
+from densefeed.training import onednn_linear, optimizers
 
-
-@pytest.fixture(autouse=True)
-def keep_orthogonalization(monkeypatch):
-    monkeypatch.setattr(muon, "zeropower_via_newtonschulz", optimizers.orthogonalize)
+needs_onednn = pytest.mark.skipif(
+    not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, onednn_linear.PRODUCT)),
+    reason="PyTorch without oneDNN's linear layers",
+)
 
 
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    return with_gradients(timm.create_model("lvvit_micro"))
+    return add_gradients(timm.create_model("lvvit_micro"))
 
 
 def test_small_run_writes_json_and_csv(tmp_path):
@@ -39,10 +45,10 @@ def test_small_run_writes_json_and_csv(tmp_path):
 @pytest.mark.parametrize("name", ["adamw", "momentum"])
 @pytest.mark.parametrize("tensors", [1, 4, 1000])
 def test_parts_are_the_two_passes_to_the_bit(model, name, tensors):
-    whole, parts = Updated(name, model), Updated(name, model, tensors)
+    whole, parts = ModelUpdate(name, model), ModelUpdate(name, model, tensors)
     for _ in range(3):
-        whole.in_two_passes()
-        parts.in_parts()
+        whole.update_in_two_passes()
+        parts.update_in_parts()
     for one, other in ((whole.model, parts.model), (whole.ema.module, parts.ema.module)):
         for a, b in zip(one.parameters(), other.parameters(), strict=True):
             assert torch.equal(a, b)
@@ -50,15 +56,31 @@ def test_parts_are_the_two_passes_to_the_bit(model, name, tensors):
     assert not torch.equal(parts.model.head.weight, parts.ema.module.head.weight)
 
 
-def test_products_are_timms(model, monkeypatch):
-    ours, timms = Updated("muon", model), Updated("muon", model)
+@needs_onednn
+def test_products_are_ours_and_timms(model, monkeypatch):
+    made = []
+    monkeypatch.setattr(muon, "zeropower_via_newtonschulz", optimizers.orthogonalize)
     monkeypatch.setattr(optimizers, "is_faster", lambda: True)
     monkeypatch.setattr(optimizers, "LEAST_WORK", 0)
+    monkeypatch.setattr(
+        optimizers, "multiply", lambda *pair: made.append(pair) or onednn_linear.multiply(*pair)
+    )
+    ours, timms = ModelUpdate("muon", model), ModelUpdate("muon", model)
     ours.optimizer.step()
-    monkeypatch.setattr(muon, "zeropower_via_newtonschulz", in_float32)
+    assert len(made) > 100
+    monkeypatch.setattr(muon, "zeropower_via_newtonschulz", orthogonalize_in_float32)
+    made.clear()
     timms.optimizer.step()
+    assert not made
+    # Weights change by up to 6e-5.
     for a, b in zip(ours.model.parameters(), timms.model.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-7)
+
+
+@pytest.mark.parametrize("rounds", [5, 6])
+def test_muon_is_left_as_trainings_have_it(tmp_path, rounds):
+    main(UpdateBenchmark(model="lvvit_micro", updates=1, rounds=rounds, record=False))
+    assert muon.zeropower_via_newtonschulz is optimizers.orthogonalize
 
 
 @pytest.mark.parametrize(

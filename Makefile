@@ -66,7 +66,7 @@ $(READY): .ci/set_up.sh pyproject.toml setup.py $(wildcard densefeed/native/*.[c
 gpu-check:
 	$$([ -x $(RUN) ] && echo $(RUN) || echo $(PYTHON)) tools/gpu_check.py
 
-# Loaders, targets, augmentation and whole steps beside all others; minutes, and rows in
+# Loaders, targets, augmentation, updates and whole steps beside all others; minutes, and rows in
 # benchmarks/results.csv.
 bench: $(READY)
 	$(RUN) -m pip install --disable-pip-version-check -q -e ".[bench]" || \

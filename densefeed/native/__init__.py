@@ -388,7 +388,7 @@ class Job:
         assert 0 <= first <= len(rows.samples) - count
         assert image.dtype.itemsize == 1
         assert min(height, width) > 0
-        # Not len(), which PyTorch defines in Python: a tenth of the time of this function.
+        # Not len(), which PyTorch defines in Python.
         assert all(part.is_contiguous() and part.shape[0] == count for part in (image, *to))
         assert not to or len(to) == rows.parts
         job.samples, job.pixels = rows.samples[first : first + count], image

@@ -31,11 +31,11 @@ class WeightAverage(ModelEmaV3):
                 list(part) for half in (floats, whole) for part in zip(*half, strict=True)
             )
         own, new, *whole = self._lists
-        # A pass of its own, as it is the fastest: update and EMA of four tensors at a time, which
-        # stay in the cache, take 1.15 of the time on one core of an EPYC of Zen 4
-        # (benchmarks/update.py) and 0.97 on Zen 5, compiled to a single pass 1.05 on Zen 4. It is
-        # 9 ms of a step of LV-ViT-S with 8 images, which takes 3,500. Not measured on a GPU, where
-        # a pass reads and writes 0.3 GB for these weights.
+        # A pass of its own, as one with the update is no faster (benchmarks/update.py): four
+        # tensors at a time take 1.09 of the time of two passes on one core of an EPYC of Zen 4.
+        # Scripts gave 0.97 on Zen 5 and, compiled by inductor, 1.05 on Zen 4. The pass is 10 ms
+        # of a step of LV-ViT-S with 8 images, 3,500 ms on one core. Not measured on a GPU, where
+        # it reads and writes 0.3 GB for these weights.
         torch._foreach_lerp_(own, new, weight=1 - decay)
         if whole:
             torch._foreach_copy_(*whole)

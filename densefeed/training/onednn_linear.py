@@ -2,9 +2,9 @@
 
 PyTorch multiplies float32 matrices with Intel's MKL, which has only AVX2 on AMD's processors, and
 computes convolutions with oneDNN, which also has AVX-512 there. On one core of an EPYC (Zen 5)
-MKL reaches 118 GFLOP/s in the products of LV-ViT-S and oneDNN 260; on Zen 4, whose vectors of 512
-bits are computed in halves, 90 and 97; with AVX2 alone, as on Zen 3, 114 and 129. On Intel's
-processors MKL reaches the peak.
+MKL reaches 118 GFLOP/s in the products of LV-ViT-S and oneDNN 260, and there with AVX2 alone, as on
+Zen 3, 114 and 129. On Zen 4, which computes vectors of 512 bits in halves, it is 90 and 97. On
+Intel's processors MKL reaches the peak.
 """
 
 from functools import cache

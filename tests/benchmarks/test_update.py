@@ -72,7 +72,7 @@ def test_products_are_ours_and_timms(model, monkeypatch):
     made.clear()
     timms.optimizer.step()
     assert not made
-    # Weights change by up to 6e-5.
+    # Weights change by up to 1e-4.
     for a, b in zip(ours.model.parameters(), timms.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-7)
 

@@ -5,10 +5,10 @@
 
 `NAME` is the update alone. `NAME, EMA` is followed by that of the EMA as in train.py, in a second
 pass over the weights. `NAME, EMA in parts` updates a few tensors and their EMA before the next
-ones, so that a cache that holds them is read and not memory: only where the optimizer is fused, and
-without the EMA of buffers, 387 numbers of LV-ViT-S. `NAME, timm's products` is Muon or a
-relative of it that orthogonalizes by timm's function in float32; on a CPU, where ours may multiply
-with another library (optimizers.py). All have the same random weights and gradients.
+ones, which a cache may still hold then: only with fused optimizers, and without the EMA of buffers,
+387 numbers of LV-ViT-S. `NAME, timm's products` is Muon or a relative of it that orthogonalizes by
+timm's function in float32, on a CPU, where ours may multiply with another library (optimizers.py).
+All have the same random weights and gradients.
 """
 
 from collections.abc import Callable, Iterator

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from unittest import mock
 
 import pytest
 import timm
@@ -16,12 +17,7 @@ from benchmarks.update import (
     orthogonalize_in_float32,
 )
 from densefeed.system.errors import UserError
-from densefeed.training import onednn_linear, optimizers
-
-needs_onednn = pytest.mark.skipif(
-    not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, onednn_linear.PRODUCT)),
-    reason="PyTorch without oneDNN's linear layers",
-)
+from densefeed.training import optimizers
 
 
 @pytest.fixture(scope="module")
@@ -56,30 +52,28 @@ def test_parts_are_the_two_passes_to_the_bit(model, name, tensors):
     assert not torch.equal(parts.model.head.weight, parts.ema.module.head.weight)
 
 
-@needs_onednn
 def test_products_are_ours_and_timms(model, monkeypatch):
-    made = []
-    monkeypatch.setattr(muon, "zeropower_via_newtonschulz", optimizers.orthogonalize)
+    product = mock.Mock(side_effect=lambda a, b: a @ b.T)
     monkeypatch.setattr(optimizers, "is_faster", lambda: True)
     monkeypatch.setattr(optimizers, "LEAST_WORK", 0)
-    monkeypatch.setattr(
-        optimizers, "multiply", lambda *pair: made.append(pair) or onednn_linear.multiply(*pair)
-    )
+    monkeypatch.setattr(optimizers, "multiply", product)
     ours, timms = ModelUpdate("muon", model), ModelUpdate("muon", model)
+    monkeypatch.setattr(muon, "zeropower_via_newtonschulz", optimizers.orthogonalize)
     ours.optimizer.step()
-    assert len(made) > 100
+    assert product.called
+    product.reset_mock()
     monkeypatch.setattr(muon, "zeropower_via_newtonschulz", orthogonalize_in_float32)
-    made.clear()
     timms.optimizer.step()
-    assert not made
-    # Weights change by up to 1e-4.
+    assert not product.called
+    # Weights change by up to 1e-4. Orthogonalized gradients differ by 1e-6, which the rate of 1e-4
+    # makes 1e-10; then the new weight, below 2, is rounded to 1.2e-7.
     for a, b in zip(ours.model.parameters(), timms.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-7)
 
 
-@pytest.mark.parametrize("rounds", [5, 6])
-def test_muon_is_left_as_trainings_have_it(tmp_path, rounds):
-    main(UpdateBenchmark(model="lvvit_micro", updates=1, rounds=rounds, record=False))
+def test_muon_is_left_as_trainings_have_it():
+    # With as many rounds as contestants, the last one runs with timm's function.
+    main(UpdateBenchmark(model="lvvit_micro", updates=1, rounds=6, record=False))
     assert muon.zeropower_via_newtonschulz is optimizers.orthogonalize
 
 

@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
+import pytest
 
 from densefeed.storage.images import Images
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
 
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 

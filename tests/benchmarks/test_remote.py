@@ -4,13 +4,14 @@ import csv
 import os
 
 import numpy as np
-import obstore
 import pytest
 
 from benchmarks.remote import RemoteBenchmark, main, mean_rate, serve
 from densefeed.system.errors import UserError
 from densefeed.system.object_ranges import find_remote_file, read_range
 from densefeed.system.object_store import ObjectURL, open_bucket
+
+obstore = pytest.importorskip("obstore")
 
 
 def test_rates_of_the_first_seconds_do_not_count():

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import obstore
 import pytest
 import torch
 
@@ -31,6 +30,8 @@ from densefeed.system.object_store import ObjectStore, connect
 from densefeed.tools.pack_dataset import Packing
 from densefeed.tools.pack_dataset import main as pack
 from densefeed.tools.validate import Validation, open_source
+
+obstore = pytest.importorskip("obstore")
 
 
 @pytest.fixture

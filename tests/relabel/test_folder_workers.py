@@ -15,7 +15,6 @@ import time
 from dataclasses import replace
 
 import numpy as np
-import obstore
 import pytest
 import timm
 import torch
@@ -39,6 +38,8 @@ from densefeed.tools.pack_dataset import main as pack
 from ..object_storage import cycle_faults, run_with
 from .test_workers import COUNT, KILLS, SIZE, SlowRender, files, join, many, wait_for  # noqa: F401
 from .test_workers_in_storage import objects
+
+obstore = pytest.importorskip("obstore")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

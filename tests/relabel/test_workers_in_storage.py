@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import obstore
 import pytest
 
 from densefeed.relabel import workers
@@ -50,6 +49,8 @@ from .test_workers import (
     wait_for,
     whole,  # noqa: F401
 )
+
+obstore = pytest.importorskip("obstore")
 
 slow = pytest.mark.slow
 pytestmark = pytest.mark.usefixtures("one_thread")

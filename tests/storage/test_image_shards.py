@@ -10,8 +10,6 @@ import tarfile
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +21,9 @@ from densefeed.storage.tar_files import read_members
 from densefeed.system.errors import UserError
 
 from ..shard_files import IMAGE, write_parquet, write_shards, write_tar
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
 
 JPEG = b"\xff\xd8 not decoded here"
 

@@ -1,6 +1,5 @@
 """Class folders in object storage: the images, labels and packed files of those on a disk."""
 
-import obstore
 import pytest
 import timm
 import torch
@@ -13,6 +12,8 @@ from densefeed.tools.pack_dataset import Packing, main
 
 from ..object_storage import SECRET, cycle_faults
 from ..runs import label_images
+
+obstore = pytest.importorskip("obstore")
 
 
 @pytest.fixture

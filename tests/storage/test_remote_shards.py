@@ -1,6 +1,5 @@
 """Tar and Parquet shards in object storage: the images, labels and packed files of local ones."""
 
-import obstore
 import pytest
 import timm
 import torch
@@ -16,6 +15,8 @@ from densefeed.tools.pack_dataset import Packing, main
 from ..object_storage import SECRET, cycle_faults
 from ..runs import label_images
 from ..shard_files import write_shards, write_tar
+
+obstore = pytest.importorskip("obstore")
 
 KINDS = "tar", "parquet"
 

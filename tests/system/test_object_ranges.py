@@ -1,7 +1,6 @@
 """Ranges of objects: exact bytes, one version, faults."""
 
 import numpy as np
-import obstore
 import pytest
 
 from densefeed.system.errors import UserError
@@ -9,6 +8,8 @@ from densefeed.system.object_ranges import find_remote_file, read_range, read_ra
 from densefeed.system.object_store import StorageError, connect
 
 from ..object_storage import SECRET, cycle_faults
+
+obstore = pytest.importorskip("obstore")
 
 CONTENT = np.random.default_rng(0).bytes(100_000)
 # More than obstore reads at once, neighbors and the whole among them.

@@ -10,7 +10,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import obstore
 import pytest
 import tyro
 from hypothesis import given, settings
@@ -31,6 +30,8 @@ from densefeed.system.object_store import (
 from densefeed.system.options import Location, Options, from_dict
 
 from ..object_storage import SECRET, cycle_faults, point_to
+
+obstore = pytest.importorskip("obstore")
 
 # ------------------------------------------------------------------------------------------- URLs
 

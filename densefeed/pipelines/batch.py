@@ -71,8 +71,10 @@ class Batch(NamedTuple):
         return self._replace(**{name: work(part) for name, part in self.tensors.items()})
 
     def to(self, device: torch.device | str) -> "Batch":
-        """Copy the batch to `device`; from pinned memory without waiting."""
-        return self.map_tensors(lambda field: field.to(device, non_blocking=True))
+        """Copy the batch to `device`; from pinned memory to a GPU without waiting."""
+        # Copied to the host without waiting, it could be read before the copy has ended.
+        non_blocking = torch.device(device).type != "cpu"
+        return self.map_tensors(lambda field: field.to(device, non_blocking=non_blocking))
 
     def split(self, count: int) -> "list[Batch]":
         """Cut the batch into `count` equal parts, row by row."""

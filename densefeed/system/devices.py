@@ -4,7 +4,8 @@ import importlib.util
 import os
 import resource
 import sys
-from functools import cache
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.compiler import config as compiler
@@ -26,10 +27,12 @@ CORES = count_cores()
 THREADS = max(1, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
-@cache
+TRITON = importlib.util.find_spec("triton") is not None
+
+
 def has_triton() -> bool:
     """Return whether there is Triton: some builds of PyTorch for CUDA come without."""
-    return importlib.util.find_spec("triton") is not None
+    return TRITON
 
 
 def choose_device(name: str) -> torch.device:
@@ -119,6 +122,22 @@ def synchronize(device: torch.device) -> None:
     """Block until all queued work of the device is done; no-op on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+@contextmanager
+def timed_convolutions(device: torch.device) -> Iterator[None]:
+    """Let cuDNN time its algorithms for each convolution, on CUDA; then restore the setting.
+
+    The algorithms round differently, so labels and weights of two runs may differ in their last
+    bits, and so may those before and after a resume. Only on a CPU, where this changes nothing, are
+    they promised to be equal. On a GPU the compiler too chooses kernels by their time.
+    """
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = before or device.type == "cuda"
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 def free_memory(device: torch.device) -> int:

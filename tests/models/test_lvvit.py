@@ -1,6 +1,7 @@
 """LV-ViT: published parameter counts, MixToken, equality with timm's DeiT, timm's interface."""
 
 import copy
+from functools import partial
 
 import pytest
 import timm
@@ -9,7 +10,7 @@ from timm.models import FeatureListNet, group_parameters
 from timm.optim import param_groups_layer_decay
 from torch.nn import functional as F
 
-from densefeed.models.lvvit import LVViT, Stem
+from densefeed.models.lvvit import LVViT, Stem, multiply_patches
 from densefeed.models.token_transformer import TokenFeatures, TokenLogits
 
 from ..runs import meta_device
@@ -387,6 +388,25 @@ def test_a_training_step_lowers_the_loss_of_every_variant(variant):
     torch.manual_seed(1)
     assert loss() < before
     assert model.eval()(image).shape == (4, 5)
+
+
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("side", [1, 2, 5])
+def test_products_of_patches_are_the_convolution(side, form):
+    """Values and gradients, in float64; pixels, weights and gradients in either memory format."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, 3, 4 * side, 2 * side), (7, 3, side, side), (7,), (2, 7, 4, 2)
+    drawn = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    drawn = [x.to(memory_format=form) if x.ndim == 4 else x for x in drawn]
+    *inputs, grad = drawn
+    found = []
+    for project in (partial(F.conv2d, stride=side), multiply_patches):
+        given = [x.clone().requires_grad_() for x in inputs]
+        out = project(*given)
+        out.backward(grad)
+        found.append([out, *(x.grad for x in given)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,7 @@ def run_job(job: Job) -> dict:
 def make_calls() -> dict:
     """Make calls that wait, allocate or capture, each of which must be found."""
     one, stream = torch.ones(1, device="cuda"), torch.cuda.Stream()
+    batch = Batch(*[one] * 7, None, None, None, None)
     calls = {
         "item": one.item,
         "synchronize": torch.cuda.synchronize,
@@ -102,6 +103,7 @@ def make_calls() -> dict:
         "large copy": lambda: torch.empty(2**20).to("cuda", non_blocking=True),
         "mask": lambda: one[one > 0],
         "capture": partial(capture, one),
+        "batch to the host": lambda: batch.to("cpu"),
     }
     found = {}
     for name, call in calls.items():

@@ -31,9 +31,9 @@ from densefeed.models.token_transformer import (
 class PatchProjection(nn.Conv2d):
     """A convolution of patches that neither overlap nor leave pixels out.
 
-    On a GPU it is one matrix product: of a step of LV-ViT-S with 256 images on an H200, cuDNN's
-    kernel for the gradient of the input alone took 6.4 of 48 ms, eight times as long as the product
-    (docs/results/steps.md).
+    On a GPU it is a matrix product. In a step of LV-ViT-S with 256 images on an H200, cuDNN's
+    kernel for the gradient of the input took 6.4 of 48 ms; the products of all three passes take
+    1.8 (docs/results/gpu.md).
     """
 
     def forward(self, x_NCHW: Tensor) -> Tensor:

@@ -60,7 +60,8 @@ class Stage(NamedTuple):
 # end, and before compiles three networks in each mode: on two cores with other work beside it,
 # `compiled` took 196 s for LV-ViT-S, `whole` and `captured` together 386 s.
 STAGES = (
-    Stage("tests", 300, "pytest -q -m gpu", "--co"),
+    # Six processes took 111 s on an H200, most of it compilation.
+    Stage("tests", 300, "pytest -q -m gpu -n 6 --dist worksteal", "--co"),
     Stage(
         "step-lvvit-s",
         240,

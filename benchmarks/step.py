@@ -84,7 +84,7 @@ from densefeed.objectives import build_objective
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.system.devices import choose_device, synchronize, timed_convolutions
+from densefeed.system.devices import choose_device, synchronize
 from densefeed.system.errors import UserError
 from densefeed.system.malloc import set_malloc, tune_malloc
 from densefeed.system.options import Bounds, with_options
@@ -250,8 +250,7 @@ def main(benchmark: StepBenchmark) -> dict:
     config = make_config(benchmark, LABELS if benchmark.objective == "token-label" else OURS)
     dtype = autocast_dtype(config, device) or torch.float32
     classes, loader = benchmark.classes, None
-    # timm's train.py lets cuDNN choose by time too.
-    with use_cores(benchmark.threads), timed_convolutions(device), ExitStack() as stack:
+    with use_cores(benchmark.threads), ExitStack() as stack:
         if benchmark.loader == "ffcv":
             loader = open_loader(config, build_objective(config.setting), "train")
             stack.enter_context(closing(loader))

@@ -17,7 +17,7 @@ import tyro
 
 from densefeed.recipes import RECIPES
 from densefeed.system import errors
-from densefeed.system.devices import peak_memory, synchronize, timed_convolutions
+from densefeed.system.devices import peak_memory, synchronize
 from densefeed.system.malloc import tune_malloc
 from densefeed.system.provenance import write_json
 from densefeed.training.build import flops_shares
@@ -48,8 +48,7 @@ def train(config: Config) -> dict:
     with init_distributed(config.run.device) as ranks, handler as signal_name:
         if ranks.device.type == "cpu":
             tune_malloc()
-        locked, timed = lock_run_folder(config.run, ranks), timed_convolutions(ranks.device)
-        with locked, timed, explain_oom(0, str(config.run.out)):
+        with lock_run_folder(config.run, ranks), explain_oom(0, str(config.run.out)):
             run = setup_run(config, ranks)
             with closing(run.loader), closing(run.val):
                 if config.run.dry_run:

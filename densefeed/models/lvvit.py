@@ -45,7 +45,8 @@ class PatchProjection(nn.Conv2d):
 def multiply_patches(x_NCHW: Tensor, weight_DCQQ: Tensor, bias_D: Tensor) -> Tensor:
     """Compute `F.conv2d(x, weight, bias, stride=Q)` by a product; Q divides H and W.
 
-    The result has the memory format channels_last; an input that has it too is copied once.
+    The result has the memory format channels_last. The input is copied once, and the copy kept for
+    the backward pass: 411 MB for 256 images of LV-ViT-S in bfloat16.
     """
     Q = weight_DCQQ.shape[-1]
     x_NHQWQC = x_NCHW.movedim(1, -1).unflatten(2, (-1, Q)).unflatten(1, (-1, Q))

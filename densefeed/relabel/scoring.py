@@ -3,8 +3,8 @@
 Only the numbers that are kept are copied to the host.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from densefeed.relabel.frozen_weights import freeze_weights
 from densefeed.storage.row_codecs import ScoreMaps
-from densefeed.system.devices import tag_compiled_code, timed_convolutions
+from densefeed.system.devices import tag_compiled_code
 from densefeed.system.errors import UserError
 
 # N images   L pictures of each   S cells along a side of a map   K classes   k of them kept
@@ -50,6 +50,22 @@ def choose_compile(mode: Compile, device: torch.device) -> bool:
     labels few images, and a GPU many thousands.
     """
     return mode == "whole" or (mode == "auto" and device.type == "cuda")
+
+
+@contextmanager
+def timed_convolutions(device: torch.device) -> Iterator[None]:
+    """Let cuDNN time its algorithms for each convolution, on CUDA; then restore the setting.
+
+    The algorithms round differently, so labels of two runs may differ in their last bits, and so
+    may those before and after a resume. Labels that are equal to the bit are promised on a CPU
+    only, where this changes nothing. On a GPU the compiler too chooses kernels by their time.
+    """
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = before or device.type == "cuda"
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 class TopLogits(NamedTuple):

@@ -4,8 +4,6 @@ import importlib.util
 import os
 import resource
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch.compiler import config as compiler
@@ -122,22 +120,6 @@ def synchronize(device: torch.device) -> None:
     """Block until all queued work of the device is done; no-op on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-@contextmanager
-def timed_convolutions(device: torch.device) -> Iterator[None]:
-    """Let cuDNN time its algorithms for each convolution, on CUDA; then restore the setting.
-
-    The algorithms round differently, so labels and weights of two runs may differ in their last
-    bits, and so may those before and after a resume. Only on a CPU, where this changes nothing, are
-    they promised to be equal. On a GPU the compiler too chooses kernels by their time.
-    """
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = before or device.type == "cuda"
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
 
 
 def free_memory(device: torch.device) -> int:

@@ -10,7 +10,7 @@ from timm.models import FeatureListNet, group_parameters
 from timm.optim import param_groups_layer_decay
 from torch.nn import functional as F
 
-from densefeed.models.lvvit import LVViT, Stem, multiply_patches
+from densefeed.models.lvvit import LVViT, PatchProjection, Stem, multiply_patches
 from densefeed.models.token_transformer import TokenFeatures, TokenLogits
 
 from ..runs import meta_device
@@ -419,6 +419,7 @@ def test_stems_return_one_token_per_patch_centered_on_it(convs, side):
     Its center differs from the patch's by at most half a pixel of each layer's input.
     """
     stem = Stem(3, 4, 6, convs).eval()
+    assert isinstance(stem[-1], PatchProjection) is (convs[-1][0] == convs[-1][1])
     image = torch.zeros(1, 3, side, side, requires_grad=True)
     out = stem(image)
     assert out.shape == (1, 6, side // 16, side // 16)

@@ -52,12 +52,13 @@ def test_copies_on_the_side_stream_are_whole_when_the_step_reads_them():
 def test_a_gpu_batch_is_whole_when_it_is_on_the_host():
     """The copy is queued behind slow products; without waiting it would hold other bytes."""
     (batch,), slow = batches(1, Memory()), torch.randn(4096, 4096, device="cuda")
-    batch = batch.to("cuda")
+    want, batch = batch.label + 1, batch.to("cuda")
+    torch.cuda.synchronize()
     for _ in range(20):
         slow = (slow @ slow).clamp(-1, 1)
-    zero = slow[0, 0].isnan().long()
-    queued = batch._replace(label=batch.label + 1 + zero)
-    assert torch.equal(queued.to("cpu").label, batch.label.cpu() + 1)
+    queued = batch._replace(label=batch.label + 1 + slow[0, 0].isnan().long())
+    # Nothing else here waits for the device.
+    assert torch.equal(queued.to("cpu").label, want)
 
 
 def test_all_copies_to_a_gpu_share_one_stream(monkeypatch):

@@ -16,10 +16,10 @@ from densefeed.relabel.scoring import (
     choose_precision,
     find_batch_size,
     keep,
+    timed_convolutions,
     top_maps_sync,
 )
 from densefeed.relabel.teacher import Teacher
-from densefeed.system.devices import timed_convolutions
 from densefeed.system.errors import UserError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -118,6 +118,22 @@ def test_auto_precision_is_bf16_if_the_device_computes_it(monkeypatch, capabilit
 )
 def test_auto_compiles_on_a_gpu(mode, device, want):
     assert choose_compile(mode, device) is want
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_convolutions_are_timed_on_a_gpu_only_and_the_setting_is_restored(monkeypatch, before):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", before)
+    with timed_convolutions(CPU):
+        assert torch.backends.cudnn.benchmark is before
+
+    @timed_convolutions(CUDA)
+    def fail():
+        assert torch.backends.cudnn.benchmark
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert torch.backends.cudnn.benchmark is before
 
 
 def test_scored_batches_are_timed_and_those_of_the_search_for_a_batch_are_not(monkeypatch):

@@ -8,13 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from densefeed.system.devices import (
-    choose_device,
-    choose_rank_device,
-    count_cores,
-    peak_rss,
-    timed_convolutions,
-)
+from densefeed.system.devices import choose_device, choose_rank_device, count_cores, peak_rss
 from densefeed.system.errors import UserError
 
 
@@ -63,22 +57,6 @@ def test_float32_is_not_rounded_to_tf32(monkeypatch):
     choose_device("cpu")
     assert not torch.backends.cudnn.allow_tf32
     assert not torch.backends.cuda.matmul.allow_tf32
-
-
-@pytest.mark.parametrize("before", [False, True])
-def test_convolutions_are_timed_on_a_gpu_only_and_the_setting_is_restored(monkeypatch, before):
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", before)
-    with timed_convolutions(torch.device("cpu")):
-        assert torch.backends.cudnn.benchmark is before
-
-    @timed_convolutions(torch.device("cuda"))
-    def fail():
-        assert torch.backends.cudnn.benchmark
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert torch.backends.cudnn.benchmark is before
 
 
 def test_a_rank_touches_no_gpu_but_its_own(four_gpus, monkeypatch):

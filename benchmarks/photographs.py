@@ -18,6 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from PIL import Image
@@ -43,7 +44,17 @@ DISTINCT = 24
 
 
 def sample_dataset(cache: Path, images: int, classes: int) -> BenchmarkSet:
-    """Return a set of `images` crops in `classes` classes, which the first call generates.
+    """Return a set of `images` crops in `classes` classes, in every form that a loader reads.
+
+    As `sample_beton`.
+    """
+    folder, maps, beton = sample_beton(cache, images, classes)
+    planes = pack(folder, maps, beton.with_name("planes.beton"), "planes")
+    return add_peer_formats(beton.parent, folder, maps, beton)._replace(planes=planes)
+
+
+def sample_beton(cache: Path, images: int, classes: int) -> tuple[Path, Path, Path]:
+    """Return folder, score maps and .beton of `images` crops, which the first call generates.
 
     The .beton is packed on every call. A class is only a number here; 1,000 are the default, as in
     published maps, because the cost of dense targets is proportional to it. Raises UserError if
@@ -54,15 +65,17 @@ def sample_dataset(cache: Path, images: int, classes: int) -> BenchmarkSet:
     make_once(folder, lambda part: write_crops(part, images, classes))
     if not maps.exists():
         write_maps(maps, draw_maps(images, classes), folder, classes, "random", "zero-logit")
-    beton, planes = home / "train.beton", home / "planes.beton"
-    for path, form in ((beton, "jpeg"), (planes, "planes")):
-        # Always packed, so that the file measured is that of the current packer.
-        path.unlink(missing_ok=True)
-        packing = pack_dataset.Packing(data=folder, maps=maps, out=path, form=form)
-        # The packer's own table would be confusing here.
-        with redirect_stdout(io.StringIO()):
-            pack_dataset.main(packing)
-    return add_peer_formats(home, folder, maps, beton)._replace(planes=planes)
+    return folder, maps, pack(folder, maps, home / "train.beton", "jpeg")
+
+
+def pack(folder: Path, maps: Path, beton: Path, form: Literal["jpeg", "planes"]) -> Path:
+    """Pack a .beton anew, so that the file measured is that of the current packer; return it."""
+    beton.unlink(missing_ok=True)
+    packing = pack_dataset.Packing(data=folder, maps=maps, out=beton, form=form)
+    # The packer's own table would be confusing here.
+    with redirect_stdout(io.StringIO()):
+        pack_dataset.main(packing)
+    return beton
 
 
 def beton_dataset(beton: Path, folder: Path | None, cache: Path) -> BenchmarkSet:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.step --model lvvit_s --batch 8 --objective token-label --json step.json
     python -m benchmarks.step --model deit_small_patch16_224 --batch 256 --device cuda
-    python -m benchmarks.step --loader ffcv --data train.beton --objective token-label --device cuda
+    python -m benchmarks.step --loader ffcv --objective token-label --device cuda --steps 32
     python -m benchmarks.step --model swin_tiny_patch4_window7_224 --drloc --batch 8
 
 `ours` is the work of train.py between two batches on the device: forward, loss, backward, gradient
@@ -20,8 +20,9 @@ learning rate and no mixing. Both have `--drop-path`, by default 0, and drop the
 
 `--objective token-label` adds `ours+labels`: the same step with a dense label on every token. Its
 network has a second head, which `ours` lacks, so its ratio to `ours` is the full cost. `--loader
-ffcv` adds a contestant that gets --data's batches from train.py's loader, timed from the request of
-the first batch to the end of the last step, and the share of that time spent waiting for data.
+ffcv` adds a contestant that gets its batches from train.py's loader, timed from the request of the
+first batch to the end of the last step, and the share of that time spent waiting for data. A turn
+is the first --steps of an epoch, so many steps make the time until its first batch count less.
 
 `--drloc` adds `ours+drloc`: the step with DRLoc's loss, whose ratio to `ours` is its cost. Table 14
 in the supplement of the DRLoc paper (arXiv 2106.03746) gives it for CvT-13, Swin-T and T2T-ViT-14:
@@ -46,7 +47,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, islice, repeat
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,6 +79,7 @@ from benchmarks.harness import (
     take_turns,
     use_cores,
 )
+from benchmarks.photographs import sample_beton
 from benchmarks.targets import TargetBenchmark, check_token_head, make_step
 from densefeed.models.agent_cnn import AgentCNN
 from densefeed.objectives import build_objective
@@ -165,7 +167,9 @@ class StepBenchmark(Output):
     updates: tuple[Literal["sgd", "sam"], ...] = ()  # also measure ours with these
     # synthetic: a constant batch; ffcv: also measure ours with batches from --data
     loader: Literal["synthetic", "ffcv"] = "synthetic"
-    data: Path | None = None  # a .beton, for --loader ffcv; tools/pack_dataset.py makes it
+    # a .beton, for --loader ffcv; default: generated crops of photographs, a batch for each step
+    data: Path | None = None
+    cache: Path = Path("bench")  # folder for generated files, which later runs use again
     # auto: bf16 autocast on CUDA, float32 on a CPU
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if available, else cpu
@@ -242,6 +246,10 @@ def main(benchmark: StepBenchmark) -> dict:
     """Measure, print and record; return the document that --json writes."""
     check(benchmark)
     device, facts = choose_device(benchmark.device), environment()
+    if benchmark.loader == "ffcv" and benchmark.data is None:
+        images = benchmark.steps * benchmark.batch
+        *_, beton = sample_beton(benchmark.cache, images, min(benchmark.classes, images))
+        benchmark = replace(benchmark, data=beton)
     if device.type != "cuda" and "captured" in benchmark.modes:
         raise UserError(
             f"--modes captured: CUDA graphs need a GPU, and the device is {device}; "
@@ -307,8 +315,8 @@ def check(benchmark: StepBenchmark) -> None:
     if not benchmark.modes:
         raise UserError("--modes is empty; give one or more of eager, compiled, whole and captured")
     check_threads(benchmark.threads)
-    if (benchmark.loader == "ffcv") != (benchmark.data is not None):
-        raise UserError("--loader ffcv and --data need each other: the loader reads that .beton")
+    if benchmark.data is not None and benchmark.loader != "ffcv":
+        raise UserError("--data needs --loader ffcv, which reads that .beton")
     if benchmark.objective == "token-label":
         check_token_head(benchmark.model, ", or --objective ce")
         if benchmark.classes > 2**16:

@@ -92,6 +92,14 @@ STAGES = (
         (Goal("step ours+labels, captured", 8000),),
     ),
     Stage(
+        "step-loader",
+        240,
+        "benchmarks.step --loader ffcv --objective token-label --batch 256 --steps 32 --rounds 5 "
+        "--modes compiled",
+        "--model lvvit_micro --size 64 --batch 4 --classes 10 --steps 1 --rounds 1 --modes eager",
+        (Goal("step ours+labels+loader / ours+labels, compiled", 0.97),),
+    ),
+    Stage(
         "step-deit-s",
         240,
         "benchmarks.step --model lvvit_deit_s --objective token-label --batch 256",
@@ -246,6 +254,7 @@ def run_stage(stage: Stage, check: GpuCheck, seconds: float) -> dict:
             is_loader = "benchmarks.loaders" in words
             words += [] if is_loader else ["--device", check.device]
             # Not the folder of generated files that another run may be filling.
+            is_loader |= "--loader" in words
             words += ["--cache", folder] if is_loader and check.small else []
         began = time.monotonic()
         state, text = run_limited(words, seconds)

@@ -6,6 +6,7 @@ import csv
 import json
 from functools import partial
 from itertools import count
+from pathlib import Path
 
 import pytest
 import timm
@@ -324,7 +325,7 @@ def test_out_of_memory_raises(monkeypatch):
             "--modes captured: CUDA graphs need a GPU, and the device is cpu",
         ),
         ({"threads": 999}, r"--threads 999: this process may use \d+ cores"),
-        ({"loader": "ffcv"}, "--loader ffcv and --data need each other"),
+        ({"data": Path("train.beton")}, "--data needs --loader ffcv, which reads that .beton"),
         (
             {"model": "resnet18", "objective": "token-label"},
             r"resnet18 has no token head; choose one of lvvit_\*, ",
@@ -346,6 +347,13 @@ def test_out_of_memory_raises(monkeypatch):
 def test_invalid_options_raise(options, message):
     with pytest.raises(UserError, match=message):
         main(small(**options))
+
+
+def test_without_data_the_loader_reads_generated_crops_a_batch_for_each_step(tmp_path):
+    document = main(small(objective="token-label", loader="ffcv", cache=tmp_path))
+    assert "ours+labels+loader" in {row["name"] for row in document["rows"]}
+    (beton,) = tmp_path.rglob("*.beton")
+    assert beton.parent.name == "photographs-8-8"
 
 
 def test_unsuitable_data_raises(packed, tmp_path):

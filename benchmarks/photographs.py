@@ -46,7 +46,7 @@ DISTINCT = 24
 def sample_dataset(cache: Path, images: int, classes: int) -> BenchmarkSet:
     """Return a set of `images` crops in `classes` classes, in every form that a loader reads.
 
-    As `sample_beton`.
+    Raises UserError as `sample_beton` does.
     """
     folder, maps, beton = sample_beton(cache, images, classes)
     planes = pack(folder, maps, beton.with_name("planes.beton"), "planes")
@@ -69,7 +69,7 @@ def sample_beton(cache: Path, images: int, classes: int) -> tuple[Path, Path, Pa
 
 
 def pack(folder: Path, maps: Path, beton: Path, form: Literal["jpeg", "planes"]) -> Path:
-    """Pack a .beton anew, so that the file measured is that of the current packer; return it."""
+    """Pack a .beton, also over an old one: what is measured is the current packer's; return it."""
     beton.unlink(missing_ok=True)
     packing = pack_dataset.Packing(data=folder, maps=maps, out=beton, form=form)
     # The packer's own table would be confusing here.

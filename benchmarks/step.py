@@ -22,7 +22,7 @@ learning rate and no mixing. Both have `--drop-path`, by default 0, and drop the
 network has a second head, which `ours` lacks, so its ratio to `ours` is the full cost. `--loader
 ffcv` adds a contestant that gets its batches from train.py's loader, timed from the request of the
 first batch to the end of the last step, and the share of that time spent waiting for data. A turn
-is the first --steps of an epoch, so many steps make the time until its first batch count less.
+begins with an epoch: the more --steps, the smaller the share of the time until its first batch.
 
 `--drloc` adds `ours+drloc`: the step with DRLoc's loss, whose ratio to `ours` is its cost. Table 14
 in the supplement of the DRLoc paper (arXiv 2106.03746) gives it for CvT-13, Swin-T and T2T-ViT-14:
@@ -165,7 +165,7 @@ class StepBenchmark(Output):
     # also measure an agent CNN alone, and ours together with it
     bootstrap: Literal["none", "joint", "shared"] = "none"
     updates: tuple[Literal["sgd", "sam"], ...] = ()  # also measure ours with these
-    # synthetic: a constant batch; ffcv: also measure ours with batches from --data
+    # synthetic: a constant batch; ffcv: also measure ours with batches of train.py's loader
     loader: Literal["synthetic", "ffcv"] = "synthetic"
     # a .beton, for --loader ffcv; default: generated crops of photographs, a batch for each step
     data: Path | None = None
@@ -246,15 +246,15 @@ def main(benchmark: StepBenchmark) -> dict:
     """Measure, print and record; return the document that --json writes."""
     check(benchmark)
     device, facts = choose_device(benchmark.device), environment()
-    if benchmark.loader == "ffcv" and benchmark.data is None:
-        images = benchmark.steps * benchmark.batch
-        *_, beton = sample_beton(benchmark.cache, images, min(benchmark.classes, images))
-        benchmark = replace(benchmark, data=beton)
     if device.type != "cuda" and "captured" in benchmark.modes:
         raise UserError(
             f"--modes captured: CUDA graphs need a GPU, and the device is {device}; "
             "remove it, or give --device cuda"
         )
+    if benchmark.loader == "ffcv" and benchmark.data is None:
+        images = benchmark.steps * benchmark.batch
+        *_, beton = sample_beton(benchmark.cache, images, min(benchmark.classes, images))
+        benchmark = replace(benchmark, data=beton)
     config = make_config(benchmark, LABELS if benchmark.objective == "token-label" else OURS)
     dtype = autocast_dtype(config, device) or torch.float32
     classes, loader = benchmark.classes, None

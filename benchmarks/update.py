@@ -69,7 +69,7 @@ def main(benchmark: UpdateBenchmark) -> dict:
     if not benchmark.optimizers:
         raise UserError("--optimizers is empty; give one or more of timm's names, such as adamw")
     for name in benchmark.optimizers:
-        check_optimizer(name)
+        check_optimizer(name, "--optimizers")
     if not timm.is_model(benchmark.model):
         raise UserError(f"--model {benchmark.model} is unknown to timm; give a name it lists")
     torch.manual_seed(0)

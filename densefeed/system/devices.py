@@ -25,6 +25,7 @@ CORES = count_cores()
 THREADS = max(1, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
+# A constant, because torch.compile of PyTorch 2.11 warns of a call of a cached function.
 TRITON = importlib.util.find_spec("triton") is not None
 
 

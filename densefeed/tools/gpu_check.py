@@ -254,8 +254,8 @@ def run_stage(stage: Stage, check: GpuCheck, seconds: float) -> dict:
             is_loader = "benchmarks.loaders" in words
             words += [] if is_loader else ["--device", check.device]
             # Not the folder of generated files that another run may be filling.
-            is_loader |= "--loader" in words
-            words += ["--cache", folder] if is_loader and check.small else []
+            generates = is_loader or "--loader" in words
+            words += ["--cache", folder] if generates and check.small else []
         began = time.monotonic()
         state, text = run_limited(words, seconds)
         with (check.out / "log.txt").open("a", errors="replace") as log:

@@ -30,14 +30,14 @@ def optimizer_names() -> list[str]:
     return [name for name in names if not get_optimizer_info(name).second_order]
 
 
-def check_optimizer(name: str) -> None:
-    """Raise UserError for a name that is not one of `optimizer_names`."""
+def check_optimizer(name: str, option: str = "--optimizer") -> None:
+    """Raise UserError for a name of `option` that is not one of `optimizer_names`."""
     if name in (known := optimizer_names()):
         return
     problem = "cannot train here" if name in list_optimizers() else "is unknown to timm"
     close = ", ".join(get_close_matches(name.lower(), known) or ["adamw"])
     raise UserError(
-        f"--optimizer {name} {problem}; choose {close}, or another name of "
+        f"{option} {name} {problem}; choose {close}, or another name of "
         "timm.optim.list_optimizers()"
     )
 

@@ -81,7 +81,7 @@ def test_muon_is_left_as_trainings_have_it():
     ("options", "problem"),
     [
         ({"optimizers": ()}, "--optimizers is empty"),
-        ({"optimizers": ("adamv",)}, "adamv is unknown to timm"),
+        ({"optimizers": ("adamv",)}, "--optimizers adamv is unknown to timm"),
         ({"model": "lvvit"}, "--model lvvit is unknown to timm"),
         ({"threads": 10**4}, "--threads 10000"),
     ],

@@ -130,7 +130,7 @@ def test_steps_of_all_recipes_neither_wait_nor_allocate(result, recipe, half):
         ("large copy", "large copy from pageable memory"),
         ("mask", "cudaStreamSynchronize"),
         ("capture", "cudaStreamBeginCapture"),
-        # Its check before the first step would otherwise read it while it is copied.
+        # The check before the first step reads it right after the call.
         ("batch to the host", "cudaStreamSynchronize"),
     ],
 )

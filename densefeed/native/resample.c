@@ -303,25 +303,47 @@ typedef void ShrinkStrip(const int16_t *const input[STRIP], size_t tall, const A
 typedef void ShrinkRow(const int16_t *const from[3], size_t across, const Axis axis[3], int i,
     int filter, int width, uint8_t *pixels);
 
+/* The horizontal half for planes in rows. Strip s of LANES outputs reads the `reach` bytes of a row
+ * from `base[s]` on. `table` has two vectors for each tap: where the outputs find their byte among
+ * those, in the upper half of a number, and their weights. */
+typedef struct {
+    int16_t *table;
+    int *base;
+    int strips, taps, reach;
+} Gather;
+
+/* Rows that are resampled together, for each load of a table. */
+#define TOGETHER 4
+
+/* Resample rows of bytes, which start where `base` counts from, to rows of numbers. */
+typedef void ShrinkBytes(const uint8_t *const from[TOGETHER], int16_t *to, size_t across,
+    const Gather *gather, int filter);
+
 #if defined(X86)
 /* Define a function that does to_rgb in registers of type V, up to rounded numbers that are not
- * limited to 0 .. 255 yet: the instruction that packs them to bytes does that. */
-#define COLORS(name, target, V, mm) \
-    target INLINE void name(const V ycc[3], V rgb[3]) { \
-        V y = mm##_add_epi16(ycc[0], mm##_set1_epi16(32)); \
-        V b = mm##_sub_epi16(ycc[1], mm##_set1_epi16(128 << 6)); \
-        V r = mm##_sub_epi16(ycc[2], mm##_set1_epi16(128 << 6)); \
-        V red = mm##_add_epi16(r, mm##_mulhrs_epi16(r, mm##_set1_epi16(RED))); \
-        V green = mm##_add_epi16(mm##_mulhrs_epi16(b, mm##_set1_epi16(GREEN_BLUE)), \
-            mm##_mulhrs_epi16(r, mm##_set1_epi16(GREEN_RED))); \
-        V blue = mm##_mulhrs_epi16(b, mm##_set1_epi16(BLUE)); \
-        blue = mm##_sub_epi16(mm##_add_epi16(b, b), blue); \
+ * limited to 0 .. 255 yet: the instruction that packs them to bytes does that. GCC would make some
+ * of the constants anew for each vector: 7 % of the vertical half. */
+#define COLORS(set, target, V, mm) \
+    typedef struct { V half, middle, red, green_blue, green_red, blue; } Colors_##set; \
+    target INLINE Colors_##set color_constants_##set(void) { \
+        const Matrix m = jfif_matrix(); \
+        return (Colors_##set){mm##_set1_epi16(32), mm##_set1_epi16(128 << 6), \
+            mm##_set1_epi16(m.red), mm##_set1_epi16(m.green_blue), mm##_set1_epi16(m.green_red), \
+            mm##_set1_epi16(m.blue)}; \
+    } \
+    target INLINE void to_colors_##set(const Colors_##set *c, const V ycc[3], V rgb[3]) { \
+        V y = mm##_add_epi16(ycc[0], c->half); \
+        V b = mm##_sub_epi16(ycc[1], c->middle), r = mm##_sub_epi16(ycc[2], c->middle); \
+        V red = mm##_add_epi16(r, mm##_mulhrs_epi16(r, c->red)); \
+        V green = mm##_add_epi16( \
+            mm##_mulhrs_epi16(b, c->green_blue), mm##_mulhrs_epi16(r, c->green_red)); \
+        V blue = mm##_sub_epi16(mm##_add_epi16(b, b), mm##_mulhrs_epi16(b, c->blue)); \
         rgb[0] = mm##_srai_epi16(mm##_add_epi16(y, red), 6); \
         rgb[1] = mm##_srai_epi16(mm##_sub_epi16(y, green), 6); \
         rgb[2] = mm##_srai_epi16(mm##_add_epi16(y, blue), 6); \
     }
-COLORS(colors_avx2, AVX2, __m256i_u, _mm256)
-COLORS(colors_avx512, AVX512, __m512i_u, _mm512)
+COLORS(avx2, AVX2, __m256i_u, _mm256)
+COLORS(avx512, AVX512, __m512i_u, _mm512)
 
 /* Store the 16 bytes of each row, `step` numbers apart. */
 AVX2 INLINE void store_rows_avx2(__m256i_u rows, int16_t *to, size_t step) {
@@ -390,6 +412,46 @@ AVX512 INLINE void store_pixels_avx512(
 #define MM(operation) _mm256_##operation
 #include "resample8.h"
 
+/* One shuffle picks a tap's bytes for 32 outputs from 64 bytes of a row, or from 128 if `wide`. It
+ * leaves 256 times the bytes, and numbers with 6 fraction bits are 64 times. */
+AVX512 INLINE void sum_bytes(const uint8_t *const from[TOGETHER], int16_t *to, size_t across,
+    const Gather *gather, int filter, int taps, int wide) {
+    const __mmask64 upper = 0xAAAAAAAAAAAAAAAA;
+    const __m512i *table = (const __m512i *)gather->table;
+    for (int strip = 0; strip < gather->strips; strip++, table += 2 * taps) {
+        __m512i near[TOGETHER], far[TOGETHER], sum[TOGETHER];
+        for (int n = 0; n < TOGETHER; n++) {
+            near[n] = _mm512_loadu_si512(from[n] + gather->base[strip]);
+            far[n] = wide ? _mm512_loadu_si512(from[n] + gather->base[strip] + 64) : near[n];
+            sum[n] = _mm512_setzero_si512();
+        }
+        for (int k = 0; k < taps; k++)
+            for (int n = 0; n < TOGETHER; n++) {
+                __m512i byte = wide
+                    ? _mm512_maskz_permutex2var_epi8(upper, near[n], table[2 * k], far[n])
+                    : _mm512_maskz_permutexvar_epi8(upper, table[2 * k], near[n]);
+                __m512i product = _mm512_mulhrs_epi16(_mm512_srli_epi16(byte, 2), table[2 * k + 1]);
+                sum[n] = _mm512_add_epi16(sum[n], product);
+            }
+        for (int n = 0; n < TOGETHER; n++) {
+            if (filter == BICUBIC) sum[n] = _mm512_add_epi16(sum[n], sum[n]);
+            _mm512_store_si512(to + n * across + strip * LANES, sum[n]);
+        }
+    }
+}
+
+AVX512 static void shrink_bytes_avx512(const uint8_t *const from[TOGETHER], int16_t *to,
+    size_t across, const Gather *gather, int filter) {
+    int wide = gather->reach > 64;
+#define SUM(taps) sum_bytes(from, to, across, gather, filter, taps, wide)
+    if (wide) SUM(gather->taps);
+    else switch (gather->taps) {
+    case 2: SUM(2); break;    case 3: SUM(3); break;
+    case 4: SUM(4); break;    default: SUM(gather->taps);
+    }
+#undef SUM
+}
+
 #define VECTOR __m512i_u
 #define COUNT 32
 #define INLINED(type, name) AVX512 INLINE type name##_avx512
@@ -401,6 +463,7 @@ AVX512 INLINE void store_pixels_avx512(
 
 static ShrinkStrip *shrink_strip;
 static ShrinkRow *shrink_row;
+static ShrinkBytes *shrink_bytes;
 
 __attribute__((constructor)) static void choose_shrink(void) {
 #if defined(X86)
@@ -409,23 +472,31 @@ __attribute__((constructor)) static void choose_shrink(void) {
     if (HAS_AVX512) set_sixteen = set_taps_avx512;
     if (HAS_AVX2) shrink_strip = shrink_strip_avx2, shrink_row = shrink_row_avx2;
     if (HAS_AVX512) shrink_strip = shrink_strip_avx512, shrink_row = shrink_row_avx512;
+    if (HAS_AVX512) shrink_bytes = shrink_bytes_avx512;
     for (int k = 0; k < 96; k++)
         packed_at[k] = k / 24 * 16 + k / 3 % 8 + (k % 3 == 1 ? 8 : k % 3 == 2 ? 64 : 0);
 #endif
 }
 
 /* The horizontal half: resample rows `top` .. `top + rows` of the plane into `middle`, row-major
- * [rows][across]. `wide` has room for all columns of the plane as int16, `strip` for STRIP + 1. */
+ * [rows][across]. `wide` has room for all columns of the plane as int16, `strip` for STRIP + 1. If
+ * `turned` is not NULL, the plane is in rows, and `turned` has room for its columns. */
 FOR_EVERY_CPU static void shrink_columns(const Plane *plane, const Axis *axis, int size, int filter,
-    int top, int rows, int16_t *wide, int16_t *strip, int16_t *middle, size_t across) {
+    int top, int rows, uint8_t *turned, int16_t *wide, int16_t *strip, int16_t *middle,
+    size_t across) {
     int groups = (rows + LANES - 1) / LANES;
-    size_t tall = (size_t)groups * LANES;
-    const uint8_t *data = plane->data + (top - plane->top);
+    size_t tall = (size_t)groups * LANES, step = turned ? tall : (size_t)plane->step;
     for (int first = 0; first < size; first += STRIP) {
         int outputs = min(size - first, STRIP), low, high;
         find_inputs(axis, first, first + outputs, &low, &high);
+        const uint8_t *data = plane->data + (low - plane->left) * step + (top - plane->top);
+        if (turned) {
+            data = plane->data + (size_t)(top - plane->top) * plane->step + (low - plane->left);
+            transpose_bytes(data, plane->step, turned, (int)step, rows, high - low);
+            data = turned;
+        }
         for (int x = low; x < high; x++) {
-            const uint8_t *restrict from = data + (size_t)(x - plane->left) * plane->step;
+            const uint8_t *restrict from = data + (x - low) * step;
             int16_t *restrict to = wide + (x - low) * tall;
             for (int y = 0; y < groups * LANES; y++) to[y] = (int16_t)(from[y] << 6);
         }
@@ -474,10 +545,10 @@ FOR_EVERY_CPU static void shrink_rows(int16_t *const middle[3], const Axis axis[
     }
 }
 
-/* Resample the crop of sample `index` from its decoded picture, to height x width x 3 bytes. */
-int resample(const Batch *batch, int index, Scratch *scratch, const Picture *picture) {
-    Sample *sample = &batch->samples[index];
-    int height = batch->height, width = batch->width, filter = sample->filter;
+/* Compute the taps of all planes: axis[0] across, axis[1] down. */
+static int set_axes(Sample *sample, Scratch *scratch, const Picture *picture, int height, int width,
+    Axis axis[2][3]) {
+    int filter = sample->filter;
     double top = sample->top / picture->scale, left = sample->left / picture->scale;
     double tall = sample->box_height / picture->scale, wide = sample->box_width / picture->scale;
     int high_x = min((int)ceil(left + wide - 1e-9), picture->width);
@@ -493,9 +564,6 @@ int resample(const Batch *batch, int index, Scratch *scratch, const Picture *pic
     size_t axis_bytes = ROUND_UP(longest * (2 * sizeof(int) + room * sizeof(int16_t)), 64);
     if (!GROW(scratch, weights, float_bytes + 6 * axis_bytes)) return NO_MEMORY;
     float *dense = scratch->weights;
-    Axis axis[2][3];
-    int most = 0, columns = 0;
-    size_t across = ROUND_UP(width, LANES), middle_room = 0;
     for (int n = 0; n < picture->planes; n++) {
         const Plane *plane = &picture->plane[n];
         Axis *right = &axis[0][n], *down = &axis[1][n];
@@ -523,28 +591,127 @@ int resample(const Batch *batch, int index, Scratch *scratch, const Picture *pic
         if (right->low < plane->left || right->high > plane->left + plane->width
             || down->low < plane->top || down->high > plane->top + plane->height)
             return fail(sample->message, DAMAGED, "its planes do not cover the crop");
-        int rows = ROUND_UP(down->high - down->low, LANES);
-        most = max(most, rows), columns = max(columns, plane->width);
+    }
+    return OK;
+}
+
+/* Resample any planes, by columns. */
+static int resample_columns(const Batch *batch, int filter, Scratch *scratch,
+    const Picture *picture, const Axis axis[2][3], uint8_t *pixels) {
+    int most = 0, columns = 0, width = batch->width;
+    size_t across = ROUND_UP(width, LANES), middle_room = 0;
+    for (int n = 0; n < picture->planes; n++) {
+        int rows = ROUND_UP(axis[1][n].high - axis[1][n].low, LANES);
+        most = max(most, rows), columns = max(columns, picture->plane[n].width);
         middle_room += rows * across;
     }
     size_t strip_room = (STRIP + 1) * (size_t)most, column_room = columns * (size_t)most;
+    size_t turned_room = picture->in_rows ? column_room / 2 : 0;
     /* Behind the last plane too there are rows and columns to multiply by zero. */
     size_t zeros = MOST_TAPS * across, tap_columns = MOST_TAPS * (size_t)most;
-    size_t total = middle_room + zeros + strip_room + column_room + tap_columns + 6 * across;
+    size_t total = turned_room + strip_room + 6 * across + column_room + tap_columns + middle_room;
+    total += zeros;
     if (!GROW(scratch, middle, total * sizeof(int16_t) + ALIGNED)) return NO_MEMORY;
-    int16_t *strip = (int16_t *)ROUND_UP((uintptr_t)scratch->middle, ALIGNED), *row = strip + strip_room, *column = row + 6 * across;
-    int16_t *middle[3], *next = column + column_room + tap_columns;
+    int16_t *first = (int16_t *)ROUND_UP((uintptr_t)scratch->middle, ALIGNED), *middle[3];
+    uint8_t *turned = picture->in_rows ? (uint8_t *)first : NULL;
+    int16_t *strip = first + turned_room, *row = strip + strip_room, *column = row + 6 * across;
+    int16_t *next = column + column_room + tap_columns;
     for (int n = 0; n < picture->planes; n++) {
         const Axis *down = &axis[1][n];
         int rows = down->high - down->low;
         middle[n] = next;
         next += ROUND_UP(rows, LANES) * across;
-        shrink_columns(&picture->plane[n], &axis[0][n], width, filter, down->low, rows, column,
-            strip, middle[n], across);
+        shrink_columns(&picture->plane[n], &axis[0][n], width, filter, down->low, rows, turned,
+            column, strip, middle[n], across);
     }
-    shrink_rows(middle, axis[1], picture->planes, picture->ycc, filter, height, width, across,
-        row, batch->pixels + (size_t)index * height * width * 3);
+    shrink_rows(middle, axis[1], picture->planes, picture->ycc, filter, batch->height, width,
+        across, row, pixels);
     return OK;
+}
+
+/* Whether shrink_bytes can resample all planes: in their strips, inputs are close to each other. Sets
+ * all but the tables. */
+static int can_gather(const Picture *picture, const Axis axis[3], int width, Gather gather[3]) {
+    if (!picture->in_rows || !shrink_bytes) return 0;
+    for (int n = 0; n < picture->planes; n++) {
+        int reach = 0;
+        for (int first = 0, low, high; first < width; first += LANES) {
+            find_inputs(&axis[n], first, min(first + LANES, width), &low, &high);
+            reach = max(reach, high - low);
+        }
+        if (axis[n].most > MOST_TAPS || reach > AHEAD) return 0;
+        gather[n] = (Gather){.strips = (width + LANES - 1) / LANES, .taps = axis[n].most,
+            .reach = reach};
+    }
+    return 1;
+}
+
+/* Fill the tables for a plane whose first column is `left`. */
+FOR_EVERY_CPU static void set_gather(Gather *gather, const Axis *axis, int width, int left) {
+    int16_t *to = gather->table;
+    for (int strip = 0; strip < gather->strips; strip++) {
+        int first = strip * LANES, outputs = min(width - first, LANES), low, high;
+        find_inputs(axis, first, first + outputs, &low, &high);
+        gather->base[strip] = low - left;
+        int16_t place[LANES] = {0};
+        for (int x = 0; x < outputs; x++)
+            place[x] = (int16_t)((axis->start[first + x] - low) << 8);
+        for (int k = 0; k < gather->taps; k++, to += 2 * LANES) {
+            for (int x = 0; x < LANES; x++) to[x] = place[x] + (int16_t)(k << 8);
+            memset(to + LANES, 0, LANES * sizeof *to);
+            memcpy(to + LANES, axis->weight + k * axis->step + first, outputs * sizeof *to);
+        }
+    }
+}
+
+/* Resample planes in rows, after can_gather. Both halves in turns of 2, 4, 8 and 16 output rows, whose
+ * numbers stay in the first-level cache, take 36, 31, 28 and 27 us instead of 25. */
+static int resample_rows(const Batch *batch, int filter, Scratch *scratch, const Picture *picture,
+    const Axis axis[2][3], Gather gather[3], uint8_t *pixels) {
+    size_t across = ROUND_UP(batch->width, LANES), zeros = MOST_TAPS * across;
+    size_t total = 6 * across + zeros;
+    for (int n = 0; n < picture->planes; n++) {
+        total += ROUND_UP(axis[1][n].high - axis[1][n].low, TOGETHER) * across;
+        total += 2 * gather[n].taps * across + across;
+    }
+    if (!GROW(scratch, middle, total * sizeof(int16_t) + ALIGNED)) return NO_MEMORY;
+    int16_t *row = (int16_t *)ROUND_UP((uintptr_t)scratch->middle, ALIGNED), *middle[3];
+    int16_t *next = row + 6 * across;
+    for (int n = 0; n < picture->planes; n++) {
+        const Plane *plane = &picture->plane[n];
+        const Axis *right = &axis[0][n], *down = &axis[1][n];
+        if (n && right->start == right[-1].start && plane->left == plane[-1].left) {
+            gather[n] = gather[n - 1];
+        } else {
+            gather[n].table = next, next += 2 * gather[n].taps * across;
+            gather[n].base = (int *)next, next += across;
+            set_gather(&gather[n], right, batch->width, plane->left);
+        }
+        middle[n] = next;
+        for (int y = down->low; y < down->high; y += TOGETHER, next += TOGETHER * across) {
+            const uint8_t *from[TOGETHER];
+            for (int k = 0; k < TOGETHER; k++) {
+                int at = min(y + k, down->high - 1) - plane->top;
+                from[k] = plane->data + (size_t)at * plane->step;
+            }
+            shrink_bytes(from, next, across, &gather[n], filter);
+        }
+    }
+    shrink_rows(middle, axis[1], picture->planes, picture->ycc, filter, batch->height,
+        batch->width, across, row, pixels);
+    return OK;
+}
+
+/* Resample the crop of sample `index` from its decoded picture, to height x width x 3 bytes. */
+int resample(const Batch *batch, int index, Scratch *scratch, const Picture *picture) {
+    Sample *sample = &batch->samples[index];
+    uint8_t *pixels = batch->pixels + (size_t)index * batch->height * batch->width * 3;
+    Axis axis[2][3];
+    Gather gather[3];
+    TRY(set_axes(sample, scratch, picture, batch->height, batch->width, axis));
+    if (can_gather(picture, axis[0], batch->width, gather))
+        return resample_rows(batch, sample->filter, scratch, picture, axis, gather, pixels);
+    return resample_columns(batch, sample->filter, scratch, picture, axis, pixels);
 }
 
 /* Transpose rows of bytes: to[x * to_step + y] = from[y * from_step + x]. */

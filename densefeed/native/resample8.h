@@ -50,34 +50,40 @@ DEFINE(void, shrink_strip)(const int16_t *const input[STRIP], size_t tall, const
 #undef SUM
 }
 
+/* The sums of COUNT outputs of plane n, from their first inputs on. */
+INLINED(VECTOR, sum_column)(const int16_t *from, size_t across, const VECTOR weight[MOST_TAPS], int n,
+    int filter, int taps) {
+    VECTOR sum = MM(mulhrs_epi16)(*(const VECTOR *)from, weight[0]);
+    for (int k = 1; k < taps; k++)
+        sum = CALL(add_product)(sum, from + k * across, weight[k]);
+    if (filter != BICUBIC) return sum;
+    sum = MM(add_epi16)(sum, sum);
+    sum = MM(max_epi16)(sum, MM(set1_epi16)(n ? 0 : LEAST_LUMA));
+    return MM(min_epi16)(sum, MM(set1_epi16)(n ? MOST_CHROMA : MOST_LUMA));
+}
+
 INLINED(void, sum_row)(const int16_t *const from[3], size_t across, const Axis axis[3], int i,
     int filter, int width, uint8_t *pixels, int luma, int chroma) {
     VECTOR weight[3][MOST_TAPS] __attribute__((aligned(ALIGNED)));
     for (int n = 0; n < 3; n++)
         for (int k = 0; k < (n ? chroma : luma); k++)
             weight[n][k] = MM(set1_epi16)(axis[n].weight[k * axis[n].step + i]);
-    for (int x = 0; x < width; x += LANES, pixels += 3 * LANES) {
+    const CALL(Colors) colors = CALL(color_constants)();
+    const int16_t *y = from[0], *cb = from[1], *cr = from[2];
+    for (size_t ahead = 6 * (size_t)width; width > 0; width -= LANES, pixels += 3 * LANES) {
         /* Two rows ahead: 51 instead of 54 us. */
-        __builtin_prefetch(pixels + 6 * (size_t)width, 1);
-        __builtin_prefetch(pixels + 6 * (size_t)width + 64, 1);
+        __builtin_prefetch(pixels + ahead, 1);
+        __builtin_prefetch(pixels + ahead + 64, 1);
         VECTOR rgb[LANES / COUNT][3];
-        for (int part = 0; part < LANES / COUNT; part++) {
-            VECTOR ycc[3];
-            for (int n = 0; n < 3; n++) {
-                const int16_t *at = from[n] + x + part * COUNT;
-                VECTOR sum = MM(mulhrs_epi16)(*(const VECTOR *)at, weight[n][0]);
-                for (int k = 1; k < (n ? chroma : luma); k++)
-                    sum = CALL(add_product)(sum, at + k * across, weight[n][k]);
-                if (filter == BICUBIC) {
-                    sum = MM(add_epi16)(sum, sum);
-                    sum = MM(max_epi16)(sum, MM(set1_epi16)(n ? 0 : LEAST_LUMA));
-                    sum = MM(min_epi16)(sum, MM(set1_epi16)(n ? MOST_CHROMA : MOST_LUMA));
-                }
-                ycc[n] = sum;
-            }
-            CALL(colors)(ycc, rgb[part]);
+        for (int part = 0; part < LANES / COUNT; part++, y += COUNT, cb += COUNT, cr += COUNT) {
+            const VECTOR ycc[3] = {
+                CALL(sum_column)(y, across, weight[0], 0, filter, luma),
+                CALL(sum_column)(cb, across, weight[1], 1, filter, chroma),
+                CALL(sum_column)(cr, across, weight[2], 2, filter, chroma),
+            };
+            CALL(to_colors)(&colors, ycc, rgb[part]);
         }
-        CALL(store_pixels)(rgb, min(width - x, LANES), pixels);
+        CALL(store_pixels)(rgb, min(width, LANES), pixels);
     }
 }
 
@@ -85,8 +91,10 @@ DEFINE(void, shrink_row)(const int16_t *const from[3], size_t across, const Axis
     int filter, int width, uint8_t *pixels) {
     int luma = axis[0].count[i], chroma = max(axis[1].count[i], axis[2].count[i]);
 #define SUM(luma, chroma) \
-    CALL(sum_row)(from, across, axis, i, filter, width, pixels, luma, chroma)
-    switch (8 * luma + chroma) {
+    CALL(sum_row)(from, across, axis, i, BILINEAR, width, pixels, luma, chroma)
+    if (filter == BICUBIC)
+        CALL(sum_row)(from, across, axis, i, BICUBIC, width, pixels, luma, chroma);
+    else switch (8 * luma + chroma) {
     case 8 * 2 + 2: SUM(2, 2); break;    case 8 * 2 + 3: SUM(2, 3); break;
     case 8 * 3 + 2: SUM(3, 2); break;    case 8 * 3 + 3: SUM(3, 3); break;
     case 8 * 4 + 3: SUM(4, 3); break;    case 8 * 5 + 3: SUM(5, 3); break;

@@ -2,8 +2,9 @@
  *
  * Planes are column-major: the pixels of a column are neighbors in memory. This saves two
  * transpositions: the inverse DCT leaves its block transposed, and resampling a row of pixels
- * works on vectors of rows. Only where an instruction permutes all bytes of a register
- * (AVX-512 VBMI) are those of an image with our index row-major, see shrink_bytes. */
+ * works on vectors of rows. The exception is an image with our index on a processor with AVX-512
+ * VBMI: its planes are row-major, because one instruction then finds a tap's bytes for 32 outputs
+ * (sum_bytes in resample.c). */
 #ifndef DENSEFEED_NATIVE_H
 #define DENSEFEED_NATIVE_H
 
@@ -165,12 +166,13 @@ typedef struct {
     double reading; /* microseconds spent reading this sample */
 } Scratch;
 
-/* Bytes that may be read past the end of a plane in rows. */
+/* Bytes that may be read past the end of a row-major plane. */
 #define AHEAD 128
 
-/* A rectangle of one color plane: data[(x - left) * step + (y - top)] for left <= x < left + width,
- * or, in rows, data[(y - top) * step + (x - left)] for top <= y < top + height. Coordinates are those of the plane: a plane at half resolution has ratio 2. `extent` is the size
- * of the whole plane; libjpeg repeats the last pixel beyond it. */
+/* A rectangle of one color plane. Pixel (x, y) is data[(x - left) * step + (y - top)] or, if the
+ * picture is row-major, data[(y - top) * step + (x - left)]. Coordinates are those of the plane: a
+ * plane at half resolution has ratio 2. `extent` is the size of the whole plane; libjpeg repeats
+ * the last pixel beyond it. */
 typedef struct {
     uint8_t *data;
     int step, left, top, width, height;
@@ -183,7 +185,7 @@ typedef struct {
     Plane plane[3];
     int planes; /* 1 (gray) or 3 */
     int ycc; /* the planes are Y, Cb, Cr; else R, G, B */
-    int in_rows; /* the pixels of a row of a plane are neighbors in memory, not those of a column */
+    int row_major; /* not column-major; then AHEAD bytes follow each plane */
     int scale;
     int height, width; /* of the whole image at this scale */
 } Picture;

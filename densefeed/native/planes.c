@@ -1,5 +1,6 @@
-/* Images stored as planes: what libjpeg decodes, without compression and column-major as in memory,
- * so a crop needs no decoding. The bytes are described in densefeed/storage/FORMAT.md. */
+/* Images stored as planes: what libjpeg decodes, without compression and column-major as turbo.c
+ * leaves them in memory, so a crop needs no decoding. densefeed/storage/FORMAT.md describes the
+ * bytes. */
 #include "native.h"
 #include <stdlib.h>
 #include <string.h>

@@ -19,7 +19,8 @@
 #define ONE_CUBIC 16384
 #define LANES 32 /* loops run over whole groups of 32 numbers, so there is no scalar remainder */
 #define MARGIN 3 /* zeros on both sides of the weights, for interpolated chroma in set_taps */
-#define ALIGNED 64 /* bytes: vectors of 512 bits that cross cache lines take twice as long */
+/* Bytes: vectors of 512 bits that cross cache lines take twice as long, and sum_bytes needs it. */
+#define ALIGNED 64
 #define ROUND_UP(n, to) (((n) + (to) - 1) / (to) * (to))
 
 /* Taps of one axis: output i is the sum over k < count[i] of weight[k * step + i] * input[start[i] +
@@ -291,7 +292,8 @@ INLINE void write_row(const int16_t *const part[3], int width, uint8_t *pixels) 
  * first-level cache, and each cache line of `middle` is written at once. */
 #define STRIP 32
 
-/* Taps of the functions below. Only crops of more than 4 times the output's size have more. */
+/* Taps of the functions below. Only crops of more than 3.5 times the output's size have more, with
+ * a cubic of more than 1.75 times. */
 #define MOST_TAPS 8
 
 /* Resample `rows` of the columns `input` to `outputs` outputs from `first` on, row-major. Inputs are
@@ -303,13 +305,13 @@ typedef void ShrinkStrip(const int16_t *const input[STRIP], size_t tall, const A
 typedef void ShrinkRow(const int16_t *const from[3], size_t across, const Axis axis[3], int i,
     int filter, int width, uint8_t *pixels);
 
-/* The horizontal half for planes in rows. Strip s of LANES outputs reads the `reach` bytes of a row
- * from `base[s]` on. `table` has two vectors for each tap: where the outputs find their byte among
- * those, in the upper half of a number, and their weights. */
+/* How the horizontal half finds the bytes of row-major planes. Group g of LANES outputs reads at
+ * most `reach` bytes of a row from `base[g]` on. `table` is [groups][taps][2][LANES]: the place of each
+ * output's byte among those, in the upper half of a number, and its weight. */
 typedef struct {
     int16_t *table;
     int *base;
-    int strips, taps, reach;
+    int groups, taps, reach;
 } Gather;
 
 /* Rows that are resampled together, for each load of a table. */
@@ -320,12 +322,13 @@ typedef void ShrinkBytes(const uint8_t *const from[TOGETHER], int16_t *to, size_
     const Gather *gather, int filter);
 
 #if defined(X86)
-/* Define a function that does to_rgb in registers of type V, up to rounded numbers that are not
- * limited to 0 .. 255 yet: the instruction that packs them to bytes does that. GCC would make some
- * of the constants anew for each vector: 7 % of the vertical half. */
+/* Define the constants of the colors, and to_rgb in registers of type V up to rounded numbers that
+ * are not limited to 0 .. 255 yet: the instruction that packs them to bytes does that. Constants
+ * come from jfif_matrix, which hides their values: GCC would make some of them again for each
+ * vector, 7 % of the vertical half. */
 #define COLORS(set, target, V, mm) \
-    typedef struct { V half, middle, red, green_blue, green_red, blue; } Colors_##set; \
-    target INLINE Colors_##set color_constants_##set(void) { \
+    typedef struct { V half, center, red, green_blue, green_red, blue; } Colors_##set; \
+    target INLINE Colors_##set load_colors_##set(void) { \
         const Matrix m = jfif_matrix(); \
         return (Colors_##set){mm##_set1_epi16(32), mm##_set1_epi16(128 << 6), \
             mm##_set1_epi16(m.red), mm##_set1_epi16(m.green_blue), mm##_set1_epi16(m.green_red), \
@@ -333,7 +336,7 @@ typedef void ShrinkBytes(const uint8_t *const from[TOGETHER], int16_t *to, size_
     } \
     target INLINE void to_colors_##set(const Colors_##set *c, const V ycc[3], V rgb[3]) { \
         V y = mm##_add_epi16(ycc[0], c->half); \
-        V b = mm##_sub_epi16(ycc[1], c->middle), r = mm##_sub_epi16(ycc[2], c->middle); \
+        V b = mm##_sub_epi16(ycc[1], c->center), r = mm##_sub_epi16(ycc[2], c->center); \
         V red = mm##_add_epi16(r, mm##_mulhrs_epi16(r, c->red)); \
         V green = mm##_add_epi16( \
             mm##_mulhrs_epi16(b, c->green_blue), mm##_mulhrs_epi16(r, c->green_red)); \
@@ -412,17 +415,18 @@ AVX512 INLINE void store_pixels_avx512(
 #define MM(operation) _mm256_##operation
 #include "resample8.h"
 
-/* One shuffle picks a tap's bytes for 32 outputs from 64 bytes of a row, or from 128 if `wide`. It
- * leaves 256 times the bytes, and numbers with 6 fraction bits are 64 times. */
+/* One shuffle picks a tap's bytes for 32 outputs from 64 bytes of a row, from 128 if `wide`. They
+ * land in the upper halves of numbers, which multiplies them by 256; a shift by 2 leaves 6 fraction
+ * bits. */
 AVX512 INLINE void sum_bytes(const uint8_t *const from[TOGETHER], int16_t *to, size_t across,
     const Gather *gather, int filter, int taps, int wide) {
     const __mmask64 upper = 0xAAAAAAAAAAAAAAAA;
     const __m512i *table = (const __m512i *)gather->table;
-    for (int strip = 0; strip < gather->strips; strip++, table += 2 * taps) {
+    for (int group = 0; group < gather->groups; group++, table += 2 * taps) {
         __m512i near[TOGETHER], far[TOGETHER], sum[TOGETHER];
         for (int n = 0; n < TOGETHER; n++) {
-            near[n] = _mm512_loadu_si512(from[n] + gather->base[strip]);
-            far[n] = wide ? _mm512_loadu_si512(from[n] + gather->base[strip] + 64) : near[n];
+            near[n] = _mm512_loadu_si512(from[n] + gather->base[group]);
+            far[n] = wide ? _mm512_loadu_si512(from[n] + gather->base[group] + 64) : near[n];
             sum[n] = _mm512_setzero_si512();
         }
         for (int k = 0; k < taps; k++)
@@ -435,19 +439,18 @@ AVX512 INLINE void sum_bytes(const uint8_t *const from[TOGETHER], int16_t *to, s
             }
         for (int n = 0; n < TOGETHER; n++) {
             if (filter == BICUBIC) sum[n] = _mm512_add_epi16(sum[n], sum[n]);
-            _mm512_store_si512(to + n * across + strip * LANES, sum[n]);
+            _mm512_store_si512(to + n * across + group * LANES, sum[n]);
         }
     }
 }
 
 AVX512 static void shrink_bytes_avx512(const uint8_t *const from[TOGETHER], int16_t *to,
     size_t across, const Gather *gather, int filter) {
-    int wide = gather->reach > 64;
-#define SUM(taps) sum_bytes(from, to, across, gather, filter, taps, wide)
-    if (wide) SUM(gather->taps);
+#define SUM(taps, wide) sum_bytes(from, to, across, gather, filter, taps, wide)
+    if (gather->reach > 64) SUM(gather->taps, 1);
     else switch (gather->taps) {
-    case 2: SUM(2); break;    case 3: SUM(3); break;
-    case 4: SUM(4); break;    default: SUM(gather->taps);
+    case 2: SUM(2, 0); break;    case 3: SUM(3, 0); break;
+    case 4: SUM(4, 0); break;    default: SUM(gather->taps, 0);
     }
 #undef SUM
 }
@@ -480,7 +483,7 @@ __attribute__((constructor)) static void choose_shrink(void) {
 
 /* The horizontal half: resample rows `top` .. `top + rows` of the plane into `middle`, row-major
  * [rows][across]. `wide` has room for all columns of the plane as int16, `strip` for STRIP + 1. If
- * `turned` is not NULL, the plane is in rows, and `turned` has room for its columns. */
+ * `turned` is not NULL, the plane is row-major, and `turned` has room for its columns. */
 FOR_EVERY_CPU static void shrink_columns(const Plane *plane, const Axis *axis, int size, int filter,
     int top, int rows, uint8_t *turned, int16_t *wide, int16_t *strip, int16_t *middle,
     size_t across) {
@@ -489,12 +492,12 @@ FOR_EVERY_CPU static void shrink_columns(const Plane *plane, const Axis *axis, i
     for (int first = 0; first < size; first += STRIP) {
         int outputs = min(size - first, STRIP), low, high;
         find_inputs(axis, first, first + outputs, &low, &high);
-        const uint8_t *data = plane->data + (low - plane->left) * step + (top - plane->top);
-        if (turned) {
-            data = plane->data + (size_t)(top - plane->top) * plane->step + (low - plane->left);
-            transpose_bytes(data, plane->step, turned, (int)step, rows, high - low);
-            data = turned;
-        }
+        const uint8_t *data = turned;
+        if (turned)
+            transpose_bytes(
+                plane->data + (size_t)(top - plane->top) * plane->step + (low - plane->left),
+                plane->step, turned, (int)step, rows, high - low);
+        else data = plane->data + (low - plane->left) * step + (top - plane->top);
         for (int x = low; x < high; x++) {
             const uint8_t *restrict from = data + (x - low) * step;
             int16_t *restrict to = wide + (x - low) * tall;
@@ -606,14 +609,14 @@ static int resample_columns(const Batch *batch, int filter, Scratch *scratch,
         middle_room += rows * across;
     }
     size_t strip_room = (STRIP + 1) * (size_t)most, column_room = columns * (size_t)most;
-    size_t turned_room = picture->in_rows ? column_room / 2 : 0;
+    size_t turned_room = picture->row_major ? column_room / 2 : 0;
     /* Behind the last plane too there are rows and columns to multiply by zero. */
     size_t zeros = MOST_TAPS * across, tap_columns = MOST_TAPS * (size_t)most;
-    size_t total = turned_room + strip_room + 6 * across + column_room + tap_columns + middle_room;
-    total += zeros;
+    size_t total = turned_room + strip_room + 6 * across + column_room + tap_columns + middle_room
+        + zeros;
     if (!GROW(scratch, middle, total * sizeof(int16_t) + ALIGNED)) return NO_MEMORY;
     int16_t *first = (int16_t *)ROUND_UP((uintptr_t)scratch->middle, ALIGNED), *middle[3];
-    uint8_t *turned = picture->in_rows ? (uint8_t *)first : NULL;
+    uint8_t *turned = picture->row_major ? (uint8_t *)first : NULL;
     int16_t *strip = first + turned_room, *row = strip + strip_room, *column = row + 6 * across;
     int16_t *next = column + column_room + tap_columns;
     for (int n = 0; n < picture->planes; n++) {
@@ -629,10 +632,10 @@ static int resample_columns(const Batch *batch, int filter, Scratch *scratch,
     return OK;
 }
 
-/* Whether shrink_bytes can resample all planes: in their strips, inputs are close to each other. Sets
- * all but the tables. */
-static int can_gather(const Picture *picture, const Axis axis[3], int width, Gather gather[3]) {
-    if (!picture->in_rows || !shrink_bytes) return 0;
+/* Plan how shrink_bytes finds the bytes of all planes, but for their tables. Returns 0 if it
+ * cannot: it needs row-major planes, and the inputs of a group close to each other. */
+static int plan_gather(const Picture *picture, const Axis axis[3], int width, Gather gather[3]) {
+    if (!picture->row_major || !shrink_bytes) return 0;
     for (int n = 0; n < picture->planes; n++) {
         int reach = 0;
         for (int first = 0, low, high; first < width; first += LANES) {
@@ -640,52 +643,55 @@ static int can_gather(const Picture *picture, const Axis axis[3], int width, Gat
             reach = max(reach, high - low);
         }
         if (axis[n].most > MOST_TAPS || reach > AHEAD) return 0;
-        gather[n] = (Gather){.strips = (width + LANES - 1) / LANES, .taps = axis[n].most,
+        gather[n] = (Gather){.groups = (width + LANES - 1) / LANES, .taps = axis[n].most,
             .reach = reach};
     }
     return 1;
 }
 
-/* Fill the tables for a plane whose first column is `left`. */
+/* Fill the tables for planes whose first column is `left`. */
 FOR_EVERY_CPU static void set_gather(Gather *gather, const Axis *axis, int width, int left) {
     int16_t *to = gather->table;
-    for (int strip = 0; strip < gather->strips; strip++) {
-        int first = strip * LANES, outputs = min(width - first, LANES), low, high;
+    for (int group = 0; group < gather->groups; group++) {
+        int first = group * LANES, outputs = min(width - first, LANES), low, high;
         find_inputs(axis, first, first + outputs, &low, &high);
-        gather->base[strip] = low - left;
+        gather->base[group] = low - left;
         int16_t place[LANES] = {0};
-        for (int x = 0; x < outputs; x++)
-            place[x] = (int16_t)((axis->start[first + x] - low) << 8);
+        for (int x = 0; x < outputs; x++) place[x] = (int16_t)(axis->start[first + x] - low);
         for (int k = 0; k < gather->taps; k++, to += 2 * LANES) {
-            for (int x = 0; x < LANES; x++) to[x] = place[x] + (int16_t)(k << 8);
+            /* Behind an output's own inputs they may wrap: weights are 0 there. */
+            for (int x = 0; x < LANES; x++) to[x] = (int16_t)((place[x] + k) << 8);
             memset(to + LANES, 0, LANES * sizeof *to);
             memcpy(to + LANES, axis->weight + k * axis->step + first, outputs * sizeof *to);
         }
     }
 }
 
-/* Resample planes in rows, after can_gather. Both halves in turns of 2, 4, 8 and 16 output rows, whose
- * numbers stay in the first-level cache, take 36, 31, 28 and 27 us instead of 25. */
+/* Resample row-major planes after plan_gather. The horizontal half of all rows comes first:
+ * alternating with the vertical half every 2, 4, 8 or 16 output rows took 36, 31, 28 or 27 us where
+ * this took 25. */
 static int resample_rows(const Batch *batch, int filter, Scratch *scratch, const Picture *picture,
     const Axis axis[2][3], Gather gather[3], uint8_t *pixels) {
-    size_t across = ROUND_UP(batch->width, LANES), zeros = MOST_TAPS * across;
-    size_t total = 6 * across + zeros;
+    size_t across = ROUND_UP(batch->width, LANES), total = 6 * across;
+    int shared[3]; /* whether a plane has the tables of the one before */
     for (int n = 0; n < picture->planes; n++) {
-        total += ROUND_UP(axis[1][n].high - axis[1][n].low, TOGETHER) * across;
-        total += 2 * gather[n].taps * across + across;
+        const Axis *right = &axis[0][n], *down = &axis[1][n];
+        shared[n] = n && right->start == right[-1].start;
+        total += ROUND_UP(down->high - down->low, TOGETHER) * across;
+        if (!shared[n]) total += 2 * gather[n].taps * across + across;
     }
     if (!GROW(scratch, middle, total * sizeof(int16_t) + ALIGNED)) return NO_MEMORY;
     int16_t *row = (int16_t *)ROUND_UP((uintptr_t)scratch->middle, ALIGNED), *middle[3];
     int16_t *next = row + 6 * across;
     for (int n = 0; n < picture->planes; n++) {
         const Plane *plane = &picture->plane[n];
-        const Axis *right = &axis[0][n], *down = &axis[1][n];
-        if (n && right->start == right[-1].start && plane->left == plane[-1].left) {
+        const Axis *down = &axis[1][n];
+        if (shared[n]) {
             gather[n] = gather[n - 1];
         } else {
             gather[n].table = next, next += 2 * gather[n].taps * across;
             gather[n].base = (int *)next, next += across;
-            set_gather(&gather[n], right, batch->width, plane->left);
+            set_gather(&gather[n], &axis[0][n], batch->width, plane->left);
         }
         middle[n] = next;
         for (int y = down->low; y < down->high; y += TOGETHER, next += TOGETHER * across) {
@@ -709,7 +715,7 @@ int resample(const Batch *batch, int index, Scratch *scratch, const Picture *pic
     Axis axis[2][3];
     Gather gather[3];
     TRY(set_axes(sample, scratch, picture, batch->height, batch->width, axis));
-    if (can_gather(picture, axis[0], batch->width, gather))
+    if (plan_gather(picture, axis[0], batch->width, gather))
         return resample_rows(batch, sample->filter, scratch, picture, axis, gather, pixels);
     return resample_columns(batch, sample->filter, scratch, picture, axis, pixels);
 }

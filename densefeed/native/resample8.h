@@ -50,8 +50,8 @@ DEFINE(void, shrink_strip)(const int16_t *const input[STRIP], size_t tall, const
 #undef SUM
 }
 
-/* The sums of COUNT outputs of plane n, from their first inputs on. */
-INLINED(VECTOR, sum_column)(const int16_t *from, size_t across, const VECTOR weight[MOST_TAPS], int n,
+/* Sum COUNT outputs of plane n, whose first inputs are at `from`; limit a cubic's like `clamp`. */
+INLINED(VECTOR, sum_column)(const int16_t *from, size_t across, const VECTOR *weight, int n,
     int filter, int taps) {
     VECTOR sum = MM(mulhrs_epi16)(*(const VECTOR *)from, weight[0]);
     for (int k = 1; k < taps; k++)
@@ -68,7 +68,7 @@ INLINED(void, sum_row)(const int16_t *const from[3], size_t across, const Axis a
     for (int n = 0; n < 3; n++)
         for (int k = 0; k < (n ? chroma : luma); k++)
             weight[n][k] = MM(set1_epi16)(axis[n].weight[k * axis[n].step + i]);
-    const CALL(Colors) colors = CALL(color_constants)();
+    const CALL(Colors) colors = CALL(load_colors)();
     const int16_t *y = from[0], *cb = from[1], *cr = from[2];
     for (size_t ahead = 6 * (size_t)width; width > 0; width -= LANES, pixels += 3 * LANES) {
         /* Two rows ahead: 51 instead of 54 us. */

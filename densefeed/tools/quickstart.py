@@ -67,7 +67,7 @@ class Quickstart(FlowOptions):
     """The size of the quickstart."""
 
     # With 3000 and the rounding of AVX2 code the student on image labels had 93.5 ± 1.8 % in five
-    # seeds, with 3600 95.7 ± 0.5.
+    # seeds, with 3600 95.7 ± 0.4.
     train: Count = 3600  # training scenes
     # folder for everything; several seeds have a folder seed-N each, and give mean and standard
     # deviation

@@ -306,8 +306,8 @@ typedef void ShrinkRow(const int16_t *const from[3], size_t across, const Axis a
     int filter, int width, uint8_t *pixels);
 
 /* How the horizontal half finds the bytes of row-major planes. Group g of LANES outputs reads at
- * most `reach` bytes of a row from `base[g]` on. `table` is [groups][taps][2][LANES]: the place of each
- * output's byte among those, in the upper half of a number, and its weight. */
+ * most `reach` bytes of a row from `base[g]` on. `table` is [groups][taps][2][LANES]: the place of
+ * each output's byte among those, in the upper half of a number, and its weight. */
 typedef struct {
     int16_t *table;
     int *base;

@@ -8,7 +8,6 @@ import os
 import platform
 import struct
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -99,10 +98,13 @@ def test_struct_offsets_match_c(tmp_path):
         for name in names
     ]
     source = tmp_path / "offsets.c"
-    source.write_text('#include "batch.c"\nint main(void) {' + "\n".join(lines) + "return 0;}")
-    others = [NATIVE / f"{name}.c" for name in SOURCES if name != "batch"]
+    source.write_text(
+        '#include <stdio.h>\n#include "native.h"\nint main(void) {'
+        + "\n".join(lines)
+        + "return 0;}"
+    )
     printed = subprocess.check_output(
-        [compile_c(tmp_path / "offsets", [source, *others], "-O0")], text=True
+        [compile_c(tmp_path / "offsets", [source])], text=True
     ).split()
     ours = [native.SAMPLE.fields[name][1] for name in native.SAMPLE.names]
     ours += [getattr(native._Batch, name).offset for name, _ in native._Batch._fields_]
@@ -588,8 +590,9 @@ pool.close()
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="a policy of Linux")
-def test_decoding_threads_keep_a_policy_that_the_user_chose():
-    subprocess.run([sys.executable, "-c", IDLE], check=True)
+def test_decoding_threads_keep_a_policy_that_the_user_chose(command):
+    done = command("-c", IDLE)
+    assert done.returncode == 0, done.stderr
 
 
 def test_jobs_of_rows_refuse_what_they_would_read_or_write_beside():

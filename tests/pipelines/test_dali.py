@@ -782,7 +782,7 @@ class EngineRecorder:
     [
         (f"print({dali.PROBE_RESULT!r})", ""),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "was killed by signal 11"),
-        ("import time; time.sleep(60)", "did not finish within 2 s"),
+        ("import time; time.sleep(60)", "did not finish within 1 s"),
         ("print('Ma\\xdfstab')", "ended without a result"),
     ],
 )
@@ -790,7 +790,7 @@ def test_where_the_probe_fails_whole_jpegs_are_decoded_and_one_line_says_why(
     photos, monkeypatch, capfd, code, reason
 ):
     monkeypatch.setattr(dali, "probe_command", lambda device: [sys.executable, "-c", code])
-    monkeypatch.setattr(dali, "PROBE_SECONDS", 2 if "sleep" in code else 60)
+    monkeypatch.setattr(dali, "PROBE_SECONDS", 1 if "sleep" in code else 60)
     monkeypatch.setattr(dali, "_Engine", EngineRecorder)
     dali.probe_regions.cache_clear()
     try:

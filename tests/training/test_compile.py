@@ -25,7 +25,10 @@ from densefeed.training.compile import (
 )
 
 
-@pytest.mark.parametrize(("name", "evaluated"), [("lvvit_micro", 4), ("dhvt_tiny_cifar_patch4", 3)])
+@pytest.mark.parametrize(
+    ("name", "evaluated"),
+    [("lvvit_micro", 4), pytest.param("dhvt_tiny_cifar_patch4", 3, marks=pytest.mark.slow)],
+)
 def test_blocks_with_different_drop_rates_share_a_compilation(monkeypatch, name, evaluated):
     """Twelve blocks, where the compiler's limit is eight; in training and in evaluation.
 

@@ -159,13 +159,12 @@ CASES = {
 }
 
 
-# The slow ones are much like `parts`, `drloc` and `sam, sparse`.
+# They are much like `parts`, `drloc` and `sam, sparse`.
+SLOW = ("mixtoken", "cutmix", "drloc, parts", "nadamuon")
+
+
 @pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(n, marks=[pytest.mark.slow] * (n in ("mixtoken", "drloc, parts", "nadamuon")))
-        for n in CASES
-    ],
+    "case", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES]
 )
 def test_two_ranks_match_one(micro, tmp_path, alone, run, case):
     """Includes a padded last batch of an epoch (3 images of 8), and 5 evaluated images.

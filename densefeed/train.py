@@ -26,7 +26,13 @@ from densefeed.training.config import Config, check_recipe, check_unused
 from densefeed.training.dry_run import dry_run
 from densefeed.training.evaluation import evaluate_sync
 from densefeed.training.guards import explain_oom, signal_handler
-from densefeed.training.logs import RunLog, describe_result, open_log, write_run_header
+from densefeed.training.logs import (
+    RunLog,
+    describe_accuracy,
+    describe_result,
+    open_log,
+    write_run_header,
+)
 from densefeed.training.monitor import TrainMonitor
 from densefeed.training.ranks import StopVote, init_distributed, raise_on_rank0
 from densefeed.training.run_folder import lock_run_folder
@@ -195,10 +201,11 @@ def evaluate(run: Run, inputs: StepInputs, log: RunLog, step: int) -> dict:
     count = run.val.plan.num_samples
     result |= {"images": metrics.images, "unreadable": count - metrics.images}
     log.write("val", step, step / len(run.loader), result)
-    log.text = f"top-1 {100 * result['top1']:.1f} %"
+    log.text = describe_accuracy(result)
     log.advance(0)
     if run.ranks.is_first:
-        run.kept.rate(step, max(result["top1"], result.get("top1_ema", 0)))
+        # Of the weights that the tools load from a checkpoint.
+        run.kept.rate(step, result.get("top1_ema", result["top1"]))
     return result
 
 

@@ -694,6 +694,23 @@ def test_other_models_train_with_progressive_sizes_or_raise(packed, tmp_path):
         )
 
 
+def test_the_best_checkpoint_is_chosen_by_the_weights_that_tools_load(
+    packed, tmp_path, monkeypatch
+):
+    """The model is best after the first of three evaluations, its EMA after the second."""
+    accuracies = iter([0.9, 0.1, 0.5, 0.4, 0.6, 0.3])  # of model and EMA in turn
+
+    def evaluate(*_: object) -> Metrics:
+        return Metrics(next(accuracies), top5=1.0, loss=1.0, images=5)
+
+    monkeypatch.setattr(training, "evaluate_sync", evaluate)
+    run = config(packed, tmp_path / "run", epochs=3, eval_every=1, keep=1)
+    assert run.optim.ema
+    training.train(run)
+    step = records(tmp_path / "run", "val")[1]["step"]
+    assert (tmp_path / "run" / "best.pt").resolve().name == f"step-{step:08d}.pt"
+
+
 def test_run_killed_after_its_last_step_is_only_evaluated(packed, tmp_path):
     whole = training.train(config(packed, tmp_path / "run"))
     (tmp_path / "run" / "result.json").unlink()

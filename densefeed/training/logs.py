@@ -261,6 +261,12 @@ def describe_run(run: Run) -> str:
     )
 
 
+def describe_accuracy(result: dict) -> str:
+    """Name the top-1 of an evaluation, and that of the EMA, if there is one."""
+    ema = f", EMA {100 * result['top1_ema']:.1f} %" if "top1_ema" in result else ""
+    return f"top-1 {100 * result['top1']:.1f} %{ema}"
+
+
 def describe_result(result: dict) -> str:
     """Summarize the result of a run in one line: accuracy, images it was measured on, and time."""
     images, unreadable, skipped = (result[name] for name in ("images", "unreadable", "skipped"))
@@ -269,7 +275,4 @@ def describe_result(result: dict) -> str:
     rest = f"; {unreadable:,} unreadable {were} not evaluated" if unreadable else ""
     samples = "sample" if skipped == 1 else "samples"
     rest += f"; skipped {skipped:,} unreadable training {samples}" if skipped else ""
-    return (
-        f"top-1 {100 * result['top1']:.1f} % on {images:,}{of} images, "
-        f"{result['seconds']:.0f} s{rest}"
-    )
+    return f"{describe_accuracy(result)} on {images:,}{of} images, {result['seconds']:.0f} s{rest}"

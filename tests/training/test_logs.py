@@ -165,6 +165,7 @@ for step, loss in ((0, 0.515625), (1, 0.265625)):
 def test_the_result_says_how_many_images_were_evaluated():
     result = {"top1": 0.5, "seconds": 3.2, "images": 1059, "unreadable": 0, "skipped": 0}
     assert describe_result(result) == "top-1 50.0 % on 1,059 images, 3 s"
+    assert describe_result(result | {"top1_ema": 0.625}).startswith("top-1 50.0 %, EMA 62.5 % on")
     result |= {"images": 52, "unreadable": 7, "skipped": 3}
     assert describe_result(result) == (
         "top-1 50.0 % on 52 of 59 images, 3 s; 7 unreadable images were not evaluated; skipped 3 "

@@ -103,8 +103,8 @@ def begin_pass(
 ) -> Pass:
     """Score one blank image to find the shapes, check the options, choose precision and batch.
 
-    Raises UserError for options that are impossible, such as a `top_k` beyond the teacher's
-    classes.
+    Of a teacher with fewer classes than `top_k` all are kept. Raises UserError for options that are
+    impossible, such as a teacher of other classes.
     """
     Bounds(1, MOST["input_size"]).check("input_size", teacher.input_size)
     device, shape = teacher.mean.device, teacher.shape
@@ -114,18 +114,17 @@ def begin_pass(
     teacher.cells = scorer.teacher.cells
     if batch != "auto":
         Bounds(1).check("batch", batch)
-    if top_k > num_classes:
-        raise UserError(f"--top-k {top_k} is more than the {num_classes} classes of {name}")
     if len(images.class_names) != num_classes:
         raise UserError(
             f"{images.root} has {len(images.class_names)} classes but the teacher {name} scores "
             f"{num_classes}; choose a teacher of the same classes, or pass a --class-map"
         )
+    kept = min(top_k, num_classes)
     # A lower precision rounds differently, so its name is a part of the teacher's.
     suffix = "" if scorer.precision == "fp32" else f" {scorer.precision}"
     header = StoreHeader(
         side=side,
-        top_k=top_k,
+        top_k=kept,
         num_classes=num_classes,
         absent=absent,
         form=form,
@@ -139,7 +138,7 @@ def begin_pass(
     )
     if batch == "auto":
         batch = find_batch_size(
-            lambda count: scorer.try_out_sync(torch.zeros(count, *shape, dtype=torch.uint8), top_k),
+            lambda count: scorer.try_out_sync(torch.zeros(count, *shape, dtype=torch.uint8), kept),
             device,
         )
     render = render or PillowRender(images, teacher)

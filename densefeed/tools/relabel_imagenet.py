@@ -90,7 +90,7 @@ class Labeling(Options):
     input_size: tuple[int, ...] = (576,)
     # JSON or CSV file from the teacher's classes to those of the data; - for none
     class_map: tuple[str, ...] = ()
-    top_k: Count = 5  # classes kept per cell
+    top_k: Count = 5  # classes kept per cell; all of them if the teacher has fewer
     # part of an image that is shown: squashed, its center square (as published), padded, or tiles
     geometry: Geometry = "squash"
     tiles: int = 1  # tiles along each side, with --geometry tile

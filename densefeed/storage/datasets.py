@@ -554,11 +554,14 @@ def check_paths(root: Path, file: Path, entries: Sequence[Entry]) -> None:
 
 def select_classes(root: Path, name: str, split: str) -> Listed:
     """Select the class folders that the file `name` lists, numbered in its order."""
-    names = [line.split()[0] for _, line in read_lines(Path(name))]
-    if not names:
+    lines = [line for _, line in read_lines(Path(name))]
+    if not lines:
         raise UserError(f"{name} is empty; give it a line for each class folder")
     whole = read_folder(root, split)
-    known, number = set(whole.class_names), {name: n for n, name in enumerate(names)}
+    known = set(whole.class_names)
+    # A folder's name may have spaces; the lists of ImageNet-100 describe a class behind its name.
+    names = [line if line in known else line.split()[0] for line in lines]
+    number = {name: n for n, name in enumerate(names)}
     missing = next((name for name in names if name not in known), None)
     if missing is not None or len(number) != len(names):
         fault = "a class twice" if missing is None else f"{missing}, which is no class folder of"

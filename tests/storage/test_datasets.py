@@ -391,6 +391,11 @@ def test_a_class_list_selects_and_numbers_class_folders(folders):
     assert images.labels.tolist() == [1] * 20 + [0]
     assert images.read(20) == b"n03 0"
     assert images.where(20) == str(folders / "train" / "n03" / "00.jpg")
+    (folders / "train" / "n02").rename(folders / "train" / "n01 b")
+    (folders / "in2.txt").write_text("n01 b\nn03\n")
+    images = Images(folders, f"classes/{folders / 'in2.txt'}")
+    assert images.class_names == ["n01 b", "n03"]
+    assert images.labels.tolist() == [0] * 7 + [1]
     for text, said in (
         ("n01\nn04\n", "names n04, which is no class folder"),
         ("n01\nn01\n", "names a class twice"),

@@ -366,8 +366,13 @@ class ScoreMapStore:
             for end, shard in zip(ends, shards, strict=True)
         )
 
-    def check(self, fingerprint: str, where: Path, images: Images | None = None) -> None:
-        """Raise UserError unless the maps are of the dataset at `where`; see `describes`."""
+    def check(
+        self, fingerprint: str, where: Path, images: Images | None = None, split: str = ""
+    ) -> None:
+        """Raise UserError unless the maps are of the dataset at `where`; see `describes`.
+
+        `split` is what the command's `--split` has chosen there.
+        """
         if images is None and self.by_shards:
             raise UserError(
                 f"{self.path} was labeled with --listing folders, so it cannot be compared with "
@@ -375,9 +380,11 @@ class ScoreMapStore:
             )
         if not self.describes(fingerprint, images):
             raise UserError(
-                f"{self.path} holds the maps of another dataset than {where} "
-                f"(fingerprints differ); relabel {where}, or, if its images were labeled under the "
-                "same names, run `python tools/score_maps.py select`"
+                f"{self.path} holds the maps of another dataset than "
+                f"{f'the split {split} of ' if split else ''}{where} (fingerprints differ); "
+                f"{'give the --split that was labeled, ' if split else ''}relabel {where}, or, if "
+                "its images were labeled under the same names, run `python tools/score_maps.py "
+                "select`"
             )
 
 

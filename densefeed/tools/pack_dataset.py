@@ -171,14 +171,14 @@ def refuse(reasons: list[str], writer: BetonWriter) -> None:
     raise UserError(
         f"{list_reasons(reasons)}; replace {these} and run this command again, which packs only "
         f"{them}, or add --on-bad-sample skip; after removing an image, remove {writer.part} and "
-        f"{writer.journal.name} too"
+        f"{writer.journal} too"
     )
 
 
 def open_maps(packing: Packing, fingerprint: str, images: Images) -> ScoreMapStore:
     """Open the score maps. Raises UserError if they belong to images of another fingerprint."""
     store = ScoreMapStore(make_local(packing.maps))
-    store.check(fingerprint, packing.data, images)
+    store.check(fingerprint, packing.data, images, packing.split)
     if store.error:
         print(f"{packing.maps} is compact; the .beton inherits its error: {store.error}")
     return store

@@ -42,7 +42,7 @@ class DataOptions(Options):
     """The section `data` of a run's options."""
 
     # training set: a folder of class folders; with --loader ffcv or dali a .beton or 'a-*.beton',
-    # with ffcv also s3://BUCKET/train.beton
+    # also s3://BUCKET/train.beton
     train: Annotated[Location, arg(name="data")] = tyro.MISSING
     val: Location = tyro.MISSING  # validation set, of the same kind
     # folder of local copies of --data, --val and --score-maps in object storage; default:

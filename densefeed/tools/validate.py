@@ -23,8 +23,8 @@ the images are among their ReaL classes.
 PIXELS. The loader crops the centered square of crop-pct times the shorter side and resizes it,
 antialiased, with the filter of the checkpoint's run or, for other files, of timm's model.
 --eval-interpolation selects another one. timm resizes the shorter side to size / crop-pct and crops
-afterwards. Accuracies of published models may therefore differ from the reported ones by some
-hundredths of a percentage point.
+afterwards. Accuracies of published models may therefore differ a little from the reported ones. By
+how much was not measured.
 """
 
 import statistics

@@ -248,6 +248,14 @@ def test_all_bad_files_are_listed_and_only_repaired_ones_are_packed_next(
     np.testing.assert_array_equal(beton.labels, images.labels)
 
 
+def test_maps_of_another_split_are_refused_by_its_name(folder, maps, tmp_path):
+    with pytest.raises(
+        UserError, match=r"than the split val of .* \(fingerprints differ\); give the --split"
+    ):
+        main(Packing(data=folder, split="val", maps=maps, out=tmp_path / "val.beton"))
+    assert not os.listdir(tmp_path)
+
+
 def test_after_a_bad_file_is_removed_packing_starts_over_as_the_error_says(folder, tmp_path):
     root, out = shutil.copytree(folder, tmp_path / "data"), tmp_path / "x.beton"
     victim = root / "train" / "cat" / "p.jpg"

@@ -204,7 +204,7 @@ def evaluate(run: Run, inputs: StepInputs, log: RunLog, step: int) -> dict:
     log.text = describe_accuracy(result)
     log.advance(0)
     if run.ranks.is_first:
-        # Of the weights that the tools load from a checkpoint.
+        # By the weights that commands load from it by default.
         run.kept.rate(step, result.get("top1_ema", result["top1"]))
     return result
 

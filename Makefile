@@ -78,8 +78,6 @@ bench: $(READY)
 	$(RUN) -m benchmarks.store --json bench/store.json
 	$(RUN) -m benchmarks.relabel --json bench/relabel.json
 	$(RUN) -m benchmarks.relabel --compile --precision bf16 --json bench/relabel-compiled.json
-	$(RUN) -m benchmarks.engines --engines local --json bench/engines.json
-	$(RUN) -m benchmarks.label_plan --json bench/label-plan.json
 	$(RUN) -m benchmarks.update --json bench/update.json
 	$(RUN) -m benchmarks.step --batch 8 --objective token-label --steps 1 --json bench/step.json
 	$(RUN) -m benchmarks.step --model lvvit_micro --size 64 --batch 32 --steps 16 --objective token-label --loader ffcv \

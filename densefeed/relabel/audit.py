@@ -602,7 +602,7 @@ def check_files(store: ScoreMapStore, images: Images, image_of: np.ndarray) -> O
             f"every image has its row, but the order differs, from {name_rows(store, moved[:1])} on"
         ]
     # The fingerprint does not show what has changed, so the other comparisons go first.
-    if not parts and not store.describes(images.fingerprint(), images):
+    if not parts and not store.describes(images.fingerprint()):
         parts = [
             f"all {len(images):,} names agree, but the fingerprint does not: files or labels have "
             "changed"

@@ -1,18 +1,15 @@
 """Label a dataset: show every image to the teacher once, and store its top-k logits per cell.
 
 Decoding threads, the teacher and a writing thread work in parallel: a batch is rendered while
-earlier ones are scored and written. Several processes, on any machines, label parts of one dataset
-(storage/shards.py); they share nothing but their files.
+earlier ones are scored and written. workers.py divides a dataset among processes.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -22,32 +19,17 @@ from torch import Tensor
 from densefeed.relabel.rendering import PillowRender, Render
 from densefeed.relabel.scoring import Precision, Scored, Scorer, choose_precision, find_batch_size
 from densefeed.relabel.teacher import Teacher, weights_hash
-from densefeed.storage.class_folders import ClassFolders
 from densefeed.storage.datasets import MOST_CLASSES
 from densefeed.storage.images import Images
 from densefeed.storage.row_codecs import Absent, Form
-from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, StoreHeader
-from densefeed.storage.shards import (
-    Shard,
-    absorb,
-    check_leftovers,
-    clean_up,
-    find_leftovers,
-    find_missing,
-    finish,
-    merge_if_complete,
-)
-from densefeed.storage.store_file import MOST, StoreFile
+from densefeed.storage.score_maps import ScoreMapWriter, StoreHeader
+from densefeed.storage.store_file import MOST
 from densefeed.system.errors import UserError, first_line
 from densefeed.system.options import Bounds
-from densefeed.system.progress import tally
-from densefeed.system.terminal import escape_controls, print
+from densefeed.system.terminal import escape_controls
 
 # Batches being rendered while one is scored, and batches on the device or being written.
 AHEAD, IN_FLIGHT = 3, 2
-WHOLE_SET = Shard(0, 1)
-# Seconds between reads of other processes' files.
-POLL_SECONDS = 1.0
 
 # N images   L pictures of each   H, W side of the teacher's input, pixels
 # S cells along a side of a map   K classes
@@ -78,7 +60,7 @@ class Pass:
     `begin_pass` makes it.
     """
 
-    images: Images | ClassFolders
+    images: Images
     header: StoreHeader  # of the whole store
     scorer: Scorer
     render: Render
@@ -88,7 +70,7 @@ class Pass:
 
 
 def begin_pass(
-    images: Images | ClassFolders,
+    images: Images,
     teacher: Teacher,
     name: str,
     *,
@@ -132,8 +114,7 @@ def begin_pass(
         teacher=f"{escape_controls(name)} {weights_hash(teacher.model)}{suffix}",
         input_size=teacher.input_size,
         geometry=teacher.geometry,
-        # That of class folders is known once all were listed (storage/folder_plan.py).
-        fingerprint=images.fingerprint() if isinstance(images, Images) else "",
+        fingerprint=images.fingerprint(),
         class_names=tuple(images.class_names),
     )
     if batch == "auto":
@@ -142,9 +123,8 @@ def begin_pass(
             device,
         )
     render = render or PillowRender(images, teacher)
-    if isinstance(images, Images):
-        # Larger batches are cut at the last image anyway, but their buffers are not.
-        batch = min(batch, len(images))
+    # Larger batches are cut at the last image anyway, but their buffers are not.
+    batch = min(batch, len(images))
     return Pass(images, header, scorer, render, shape, batch, threads)
 
 
@@ -172,86 +152,6 @@ def score_blank(scorer: Scorer, name: str, shape: tuple[int, ...]) -> tuple[int,
             "another teacher"
         )
     return side, num_classes
-
-
-def finish_pass(
-    work: Pass, out: Path, shard: Shard = WHOLE_SET, ranks: bool = False
-) -> ScoreMapStore | None:
-    """Label every image of a shard that is not labeled yet, and return the finished store.
-
-    Results are written batch by batch, so a killed run resumes at its first unfinished batch, with
-    any number of shards: rows that are in the files of another number are copied. A form other than
-    raw is made at the end, from the raw rows in `<out>.part`.
-
-    Args:
-        shard: the part of the dataset; the process that finishes the last shard merges them.
-        ranks: the shards are processes of one command: only the first shows progress, for all of
-            them, and it waits for the others.
-
-    Returns None if this shard is finished but others are not. Raises UserError for an image that
-    cannot be read or a file of another labeling, BusyError if another process labels this shard.
-    """
-    count, whole, leads = len(work.images), replace(work.header, form="raw"), shard.index == 0
-    if out.exists():
-        made = is_made(out, work.header)
-        if made:
-            # It was killed between the last two steps.
-            clean_up(out, whole)
-        if not made or shard.of == 1:
-            raise UserError(f"{out} exists already; remove it or choose another --out")
-        print(f"{out} is finished already")
-        return ScoreMapStore(out)
-    # Before this labeling creates a file, so that one of another labeling is never mixed with it.
-    check_leftovers(out, whole)
-    own = shard.file(out)
-    if shard.of == 1 or not own.exists():
-        store = label_shard(work, out, shard, ranks)
-        if store is not None:
-            return store
-    else:
-        shard.header(whole, count).check_same(StoreFile(own).header, own)
-        with show_progress(out, shard, ranks, count, np.ones(1, bool)) as update:
-            if ranks and leads:
-                wait_for_all(out, shard.of, update)
-    # Among ranks only the first merges, because it has waited for the others. Independent jobs all
-    # try, and the last one to finish succeeds.
-    return merge_if_complete(out, shard.of, work.header.form) if leads or not ranks else None
-
-
-def is_made(out: Path, header: StoreHeader) -> bool:
-    """Whether `out` is the finished store of this labeling."""
-    try:
-        return StoreFile(out).header == header
-    except UserError:
-        return False
-
-
-# ------------------------------------------------------------------------------------- one process
-
-
-def label_shard(work: Pass, out: Path, shard: Shard, ranks: bool) -> ScoreMapStore | None:
-    """Label the rows of a shard into its file; return the finished store of a single shard."""
-    images, count, own = work.images, len(work.images), shard.file(out)
-    header = shard.header(replace(work.header, form="raw"), count)
-    rows = shard.rows(count)
-    part = slice(rows.start, rows.stop)
-    writer = ScoreMapWriter(own, header, images.paths[part], images.labels[part])
-    try:
-        # Rows that an earlier run with another number of shards has labeled are copied.
-        absorb(writer, header, [path for path in find_leftovers(out) if path != writer.part])
-        done = int(writer.done.sum())
-        if done:
-            print(f"{own}: resuming, {done:,} of {len(rows):,} images are labeled already")
-        with show_progress(out, shard, ranks, count, writer.done) as update:
-            speed = label_rows(work, writer, rows.start, update)
-            print(f"{f'shard {shard}: ' if shard.of > 1 else ''}{speed}")
-            if shard.of > 1:
-                writer.finish()
-            if ranks and shard.index == 0:
-                wait_for_all(out, shard.of, update)
-        return finish(writer, out, work.header.form) if shard.of == 1 else None
-    finally:
-        writer.close()
 
 
 def label_rows(
@@ -355,63 +255,3 @@ def wait_seconds(*futures: Future) -> float:
     for future in futures:
         future.result()
     return time.perf_counter() - began
-
-
-# ----------------------------------------------------------------------------------- all processes
-
-
-@contextmanager
-def show_progress(
-    out: Path, shard: Shard, ranks: bool, count: int, done: np.ndarray
-) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar over the rows of this process, or of all ranks in the first of them.
-
-    Yields a function that takes the number of rows this process has done; in the other ranks it
-    does nothing.
-    """
-    if ranks and shard.index:
-        yield lambda _: None
-    elif ranks:
-        rows = DoneRows(out, shard.of)
-        with tally("relabel, images", count, rows.count()) as update:
-            yield lambda _: update(rows.count())
-            # The first rank has waited for all.
-            update(count)
-    else:
-        with tally("relabel, images", len(done), int(done.sum())) as update:
-            yield update
-
-
-class DoneRows:
-    """Counts the rows that are done in the files of all shards."""
-
-    def __init__(self, out: Path, of: int) -> None:
-        self._files = [Shard(index, of).file(out) for index in range(of)]
-        self._open: dict[Path, StoreFile] = {}
-        # Long enough ago for the first call to read.
-        self._count, self._read_at = 0, -POLL_SECONDS
-
-    def count(self) -> int:
-        """Return the number of rows done, at most a second old."""
-        if time.monotonic() - self._read_at < POLL_SECONDS:
-            return self._count
-        for file in self._files:
-            for path in (file, Path(f"{file}.part")):
-                if file not in self._open and path.exists():
-                    # Another rank may rename the file at any time. What is open stays valid; if
-                    # it was renamed before, the next call finds it.
-                    with suppress(UserError):
-                        self._open[file] = StoreFile(path)
-        self._count = sum(np.count_nonzero(file.read("done")) for file in self._open.values())
-        self._read_at = time.monotonic()
-        return self._count
-
-
-def wait_for_all(out: Path, of: int, update: Callable[[int], None]) -> None:
-    """Wait until the other ranks have finished their shards.
-
-    If one of them fails, the process that started the ranks ends this one too.
-    """
-    while not out.exists() and find_missing(out, of):
-        time.sleep(POLL_SECONDS / 4)
-        update(0)

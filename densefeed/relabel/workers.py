@@ -5,11 +5,13 @@ and publishes the file (storage/shard_plan.py), until no shard is left.
 """
 
 import random
+import re
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from densefeed.relabel.labeling import Pass, label_rows
 from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, StoreHeader
@@ -21,12 +23,14 @@ from densefeed.storage.shard_plan import (
     check_stored,
     complete,
     drop_damaged_shards,
+    is_file_name,
     plan_shards,
     publish,
     record_key,
+    shards_folder,
     share_plan,
 )
-from densefeed.storage.shards import absorb, finish
+from densefeed.storage.shards import absorb, finish, remove_shards, write_file
 from densefeed.system.errors import UserError
 from densefeed.system.leases import LEASE_SECONDS, Lease, LeaseLostError, Leases
 from densefeed.system.object_folder import Objects, open_objects
@@ -35,27 +39,94 @@ from densefeed.system.progress import tally
 from densefeed.system.terminal import print
 
 
-def join_workers(
+class Share(NamedTuple):
+    """Part `index` of `of` of the shards, from 0: what one of several machines labels."""
+
+    index: int = 0
+    of: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> "Share":
+        """Parse `index/of`; UserError for anything else."""
+        found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
+        index, of = map(int, found.groups()) if found else (0, 0)
+        if index >= of:
+            raise UserError(f"--shard {text} is not a share; write it as 0/8, ..., 7/8")
+        return cls(index, of)
+
+
+ALL = Share()
+
+
+def label(
     work: Pass,
     out: Path | ObjectURL,
+    *,
     shard_images: int = SHARD_IMAGES,
+    share: Share = ALL,
+    shows: bool = True,
     seconds: float = LEASE_SECONDS,
 ) -> ScoreMapStore | None:
-    """Label shards that no other worker labels, until the whole store at `out` is finished.
+    """Label all images into `out`: one file if its name ends in .h5, else a folder of shards.
 
-    A worker that waits takes the shard of one that has not renewed its lease for `seconds`. Rows
-    that were written by then are kept in a folder; in object storage the shard is labeled again. A
-    shard with an image that cannot be read is left, and the error is raised when no other shard is
-    left.
+    Any number of processes, on machines that share the place of `out`, call this at any time and
+    divide the work. A file is made of a folder of raw shards beside it, which is then removed.
 
-    Returns the store in the worker that completes it, None in the others, and None for a URL.
+    Args:
+        shard_images: images of a shard, on average.
+        share: shards that this process may label; of fewer than all, the folder stays unfinished.
+        shows: whether this process shows the progress of all.
+        seconds: a worker that waits takes the shard of one that has not renewed its lease for so
+            long. Rows that were written by then are kept in a folder; in object storage the shard
+            is labeled again.
+
+    Returns the store in the process that completes it; None in the others, for a share, and for a
+    URL. A shard with an image that cannot be read is left, and the error raised when no other shard
+    is left. Raises UserError if `out` is of another labeling.
     """
+    if not is_file_name(out):
+        return join_workers(work, out, shard_images, share, shows, seconds)
+    if share != ALL:
+        raise UserError(
+            f"--shard writes a folder, which `python tools/score_maps.py merge` joins with others; "
+            f"give --out {out.stem}"
+        )
+    if out.exists():
+        return reopen(out, work.header)
+    raw = replace(work, header=replace(work.header, form="raw"))
+    try:
+        join_workers(raw, shards_folder(out), shard_images, share, shows, seconds)
+    except UserError:
+        # Another worker has finished the file and removed the shards.
+        if not out.exists():
+            raise
+        return None
+    return write_file(out, work.header.form)
+
+
+def reopen(out: Path, header: StoreHeader) -> ScoreMapStore:
+    """Return the finished file of this labeling; UserError if it is another."""
+    with suppress(UserError):
+        store = ScoreMapStore(out)
+        if store.header == header:
+            # It was killed between the last two steps.
+            remove_shards(out)
+            print(f"{out} is finished already")
+            return store
+    raise UserError(f"{out} exists already; remove it or choose another --out")
+
+
+def join_workers(
+    work: Pass, out: Path | ObjectURL, shard_images: int, share: Share, shows: bool, seconds: float
+) -> ScoreMapStore | None:
+    """Label shards of the folder `out` that no other worker labels, as `label` does."""
     objects, plan = open_objects(out), plan_shards(work.images, work.header, shard_images)
     share_plan(objects, plan)
-    drop_damaged_shards(objects, plan.shards)
+    shards = plan.shards[share.index :: share.of]
+    drop_damaged_shards(objects, shards)
     with objects.make_parts() as parts:
-        Worker(work, objects, plan, parts, seconds).run()
-    return complete(objects, plan)
+        Worker(work, objects, plan, shards, parts, seconds).run(shows)
+    return complete(objects, plan) if share == ALL else None
 
 
 # Name of the bar.
@@ -63,22 +134,30 @@ WORK = "relabel, images"
 
 
 class Worker:
-    """A process that labels shards of a plan."""
+    """A process that labels those `shards` of a plan that no other one labels."""
 
     def __init__(
-        self, work: Pass, objects: Objects, plan: Plan, parts: Path, seconds: float
+        self,
+        work: Pass,
+        objects: Objects,
+        plan: Plan,
+        shards: list[PlannedShard],
+        parts: Path,
+        seconds: float,
     ) -> None:
         self.work, self.objects, self.plan, self.parts = work, objects, plan, parts
+        self.shards = shards
         self.leases, self.seconds = Leases(objects, seconds), seconds
         self.faults: dict[str, UserError] = {}
 
-    def run(self) -> None:
+    def run(self, shows: bool) -> None:
         """Label shards until none is left."""
         # Workers that start together begin at different shards.
-        at = random.randrange(len(self.plan.shards))
-        order = self.plan.shards[at:] + self.plan.shards[:at]
-        total = len(self.work.images)
-        with tally(WORK, total, self.count_done()) as update:
+        at = random.randrange(max(1, len(self.shards)))
+        order = self.shards[at:] + self.shards[:at]
+        total = sum(len(shard.rows) for shard in self.shards)
+        showing = tally(WORK, total, self.count_done()) if shows else nullcontext(lambda _: None)
+        with showing as update:
             while left := self.list_left(order):
                 claimed = False
                 for shard in left:
@@ -103,7 +182,7 @@ class Worker:
     def count_done(self) -> int:
         """Return the number of images of finished shards."""
         there = self.objects.list(SHARDS)
-        return sum(len(s.rows) for s in self.plan.shards if f"{s.name}.json" in there)
+        return sum(len(s.rows) for s in self.shards if f"{s.name}.json" in there)
 
     def label(self, shard: PlannedShard, update: Callable[[int], None]) -> bool:
         """Claim, label and publish a shard; False if another worker has it."""
@@ -120,8 +199,8 @@ class Worker:
             # Not a fault of the shard.
             raise
         except (FileNotFoundError, UserError) as error:
-            # Of a worker that was stopped for long, others have finished the shard, and removed its
-            # unfinished file.
+            # If this worker was suspended, others finished its shard and removed its unfinished
+            # file.
             if isinstance(error, LeaseLostError) or self.is_done(shard):
                 print(
                     f"the lease of shard {shard.name} is another worker's now; this one leaves it"
@@ -139,13 +218,13 @@ class Worker:
         """Label a shard, from the rows that earlier holders of its lease wrote, and publish it."""
         path = self.parts / f"{shard.name}.{lease.generation}.h5"
         # Rows are written raw, and converted when all are there.
-        work, header = self.open_work(), replace(shard.header, form="raw")
-        images = work.images
+        header, images = replace(shard.header, form="raw"), self.work.images
         part = slice(shard.rows.start, shard.rows.stop)
         writer = ScoreMapWriter(path, header, images.paths[part], images.labels[part])
         try:
             for earlier in range(1, lease.generation):
-                absorb_part(writer, header, path.with_name(f"{shard.name}.{earlier}.h5"))
+                for ending in ("", ".part"):
+                    absorb(writer, header, self.parts / f"{shard.name}.{earlier}.h5{ending}")
             done, others, began = int(writer.done.sum()), self.count_done(), time.monotonic()
 
             def report(count: int) -> None:
@@ -153,17 +232,13 @@ class Worker:
                 update(others + count)
 
             report(done)
-            speed = label_rows(work, writer, shard.rows.start, report)
-            finish(writer, path, shard.header.form).close()
+            speed = label_rows(self.work, writer, shard.rows.start, report)
+            finish(writer, path, shard.header.form)
         finally:
             writer.close()
         if publish(self.objects, shard, path):
             print(f"shard {shard.name}: {speed}")
         self.remove_work(lease)
-
-    def open_work(self) -> Pass:
-        """Return the pass over the images of the shard that is being labeled."""
-        return self.work
 
     def remove_work(self, lease: Lease) -> None:
         """Remove the files of all holders of the lease of a finished shard."""
@@ -173,10 +248,3 @@ class Worker:
                 path = self.parts / f"{lease.name}.{generation}.h5{ending}"
                 path.unlink(missing_ok=True)
         lease.remove()
-
-
-def absorb_part(writer: ScoreMapWriter, header: StoreHeader, path: Path) -> None:
-    """Copy the rows of an earlier holder's file; from one that is damaged, none."""
-    for file in (path, Path(f"{path}.part")):
-        with suppress(UserError):
-            absorb(writer, header, [file])

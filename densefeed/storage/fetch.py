@@ -138,7 +138,7 @@ def read_remote_manifest(objects: ObjectStore) -> Manifest:
     if (content := objects.read(MANIFEST)) is None:
         raise UserError(
             f"{url}: there is no such object; correct the URL, or finish the labeling with "
-            "tools/relabel_imagenet.py --workers-join"
+            "tools/relabel_imagenet.py"
         )
     try:
         values = parse_json(content)

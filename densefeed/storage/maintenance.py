@@ -60,11 +60,6 @@ def convert(store: ScoreMapStore, out: Path, form: Form) -> ScoreMapStore:
         raise UserError(
             f"{store.path} is compact, which is lossy; convert the store it was made from"
         )
-    if store.by_shards:
-        raise UserError(
-            f"{store.path} was labeled with --listing folders, and is compared with images shard "
-            "by shard; use the folder as it is, or make a file of it with `select`"
-        )
     if header.form == form and not store.path.is_dir():
         raise UserError(f"{store.path} is {form} already; choose another --form")
     if header.form == form:

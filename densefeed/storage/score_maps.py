@@ -15,7 +15,7 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from itertools import accumulate, combinations
+from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +23,6 @@ import h5py
 import numpy as np
 
 from densefeed.storage.geometry import are_windows
-from densefeed.storage.images import Images
 from densefeed.storage.row_codecs import FormError, ScoreMaps, code_levels, row_sizes, unpack
 from densefeed.storage.store_file import (
     Arrays,
@@ -34,7 +33,7 @@ from densefeed.storage.store_file import (
     find_runs,
     row_types,
 )
-from densefeed.storage.store_folder import SIZED_FILES, StoreFolder, open_rows
+from densefeed.storage.store_folder import StoreFolder, open_rows
 from densefeed.system.errors import UserError
 from densefeed.system.files import (
     check_absent,
@@ -346,39 +345,16 @@ class ScoreMapStore:
         maps = unpack(header.form, header.side, header.top_k, levels, palette, rows)
         return ScoreMaps(*maps, window)
 
-    @property
-    def by_shards(self) -> bool:
-        """Whether the fingerprint is that of the shards' fingerprints, and not of all images."""
-        return isinstance(self._file, StoreFolder) and self._file.manifest.is_by_shards()
+    def describes(self, fingerprint: str) -> bool:
+        """Whether the maps are of the dataset of this fingerprint."""
+        return fingerprint == self.header.fingerprint
 
-    def describes(self, fingerprint: str, images: Images | None = None) -> bool:
-        """Whether the maps are of the dataset of this fingerprint.
-
-        Maps that were labeled with --listing folders have none of the whole dataset. They are
-        compared with `images`, shard by shard.
-        """
-        if images is None or not self.by_shards:
-            return fingerprint == self.header.fingerprint
-        shards = self._file.manifest.shards
-        ends = [*accumulate(shard.rows for shard in shards)]
-        return ends[-1] == len(images) and all(
-            images.fingerprint(range(end - shard.rows, end), SIZED_FILES) == shard.fingerprint
-            for end, shard in zip(ends, shards, strict=True)
-        )
-
-    def check(
-        self, fingerprint: str, where: Path, images: Images | None = None, split: str = ""
-    ) -> None:
+    def check(self, fingerprint: str, where: Path, split: str = "") -> None:
         """Raise UserError unless the maps are of the dataset at `where`; see `describes`.
 
         `split` is what the command's `--split` has chosen there.
         """
-        if images is None and self.by_shards:
-            raise UserError(
-                f"{self.path} was labeled with --listing folders, so it cannot be compared with "
-                f"{where}; pack the images again with tools/pack_dataset.py --maps {self.path}"
-            )
-        if not self.describes(fingerprint, images):
+        if not self.describes(fingerprint):
             raise UserError(
                 f"{self.path} holds the maps of another dataset than "
                 f"{f'the split {split} of ' if split else ''}{where} (fingerprints differ); "

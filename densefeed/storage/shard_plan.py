@@ -6,7 +6,6 @@
     maps/shards/<name>-<sum>.h5             a finished shard
     maps/shards/<name>.json                 its record
     maps/manifest.json                      all records: the finished store
-    maps/folders/<number>.json              the shards of a class folder (folder_plan.py)
 
 A finished file is published under a name that contains its checksum. Its shard is finished once its
 record exists, which is created once, so a late worker's file is the same one, or it is refused. The
@@ -26,7 +25,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,7 +39,6 @@ from densefeed.storage.store_folder import (
     StoredShard,
     hash_file,
     is_shard,
-    parse_manifest,
 )
 from densefeed.system.errors import UserError
 from densefeed.system.files import scratch_folder
@@ -53,9 +51,11 @@ from densefeed.system.object_store import ObjectURL
 from densefeed.system.options import Location
 from densefeed.system.terminal import print
 
-PLAN, SHARDS, FOLDERS = "plan.json", "shards", "folders"
+PLAN, SHARDS = "plan.json", "shards"
 # Images of a shard, on average: 59 MB of raw rows at S = 18, k = 5.
 SHARD_IMAGES = 8192
+# Endings of score maps in one file; any other name is that of a folder of shards.
+FILE_ENDINGS = (".h5", ".hdf5")
 # Requests in flight where many small files are read.
 THREADS = 32
 # Digits of a hash in names. Of a million shards two have the same 64 bits once in 3 x 10^7 stores.
@@ -78,7 +78,7 @@ class Plan(NamedTuple):
     header: StoreHeader  # of the whole store
     shard_images: int
     shards: list[PlannedShard]
-    # Of few images of the whole dataset, which show which shard has an image that was replaced.
+    # Sampled file sizes; a change reveals the shard of a replaced image.
     sizes: FileSizes
 
     def to_json(self) -> bytes:
@@ -93,34 +93,14 @@ class Plan(NamedTuple):
         """Whether the store still has this plan."""
         return objects.read(PLAN) == self.to_json()
 
-    def list_parts(self) -> list[str]:
-        """List the files of the plan that a finished store has no more."""
-        return []
-
-
-class AnyPlan(Protocol):
-    """What the end of a labeling needs: a Plan, or a FoldersPlan (folder_plan.py)."""
-
-    header: StoreHeader
-    shards: list[PlannedShard]
-
-    def is_stored(self, objects: Objects) -> bool:
-        """Whether no other worker has replaced the plan."""
-
-    def list_parts(self) -> list[str]:
-        """List the files of the plan that a finished store has no more."""
-
 
 class StoredPlan(NamedTuple):
     """A plan as `to_json` wrote it."""
 
     header: StoreHeader
     shard_images: int
-    shards: dict[str, int]  # images by name, in order; of class folders that were listed
-    sizes: FileSizes  # as in Plan; empty for class folders
-    # Class folders, if each is listed when it is labeled, and how many were not listed yet.
-    folders: int | None = None
-    unlisted: int = 0
+    shards: dict[str, int]  # images by name, in order
+    sizes: FileSizes  # as in Plan
 
 
 class Status(NamedTuple):
@@ -132,21 +112,16 @@ class Status(NamedTuple):
     images_done: int  # of finished and unfinished shards
     workers: int
     rate: float  # images per second of all workers that label now
-    folders: int | None = None  # as in StoredPlan
-    unlisted: int = 0
 
     def lines(self) -> list[str]:
         """Describe it for the terminal."""
-        known = self.rate and not self.unlisted
-        left = (self.images - self.images_done) / self.rate if known else None
+        left = (self.images - self.images_done) / self.rate if self.rate else None
         remaining = "" if left is None else f", {left / 3600:,.1f} hours left"
         if left is not None and left < 3600:
             remaining = f", {left / 60:,.1f} minutes left"
-        more = f"; {self.unlisted:,} of {self.folders or 0:,} class folders are not listed yet"
         return [
             f"{self.shards_done:,} of {self.shards:,} shards are finished, "
-            f"{self.images_done:,} of {self.images:,} images are labeled"
-            f"{more if self.unlisted else ''}",
+            f"{self.images_done:,} of {self.images:,} images are labeled",
             f"{self.workers:,} workers, {self.rate:,.1f} images/s{remaining}",
         ]
 
@@ -154,17 +129,25 @@ class Status(NamedTuple):
 # ---------------------------------------------------------------------------------------- the plan
 
 
+def is_file_name(out: Location) -> bool:
+    """Whether score maps at `out` are one file, and not a folder of shards."""
+    return isinstance(out, Path) and out.suffix in FILE_ENDINGS and not out.is_dir()
+
+
+def shards_folder(out: Path) -> Path:
+    """Return the folder of the shards that the file `out` is made of."""
+    return out.with_name(f"{out.name}.shards")
+
+
 def plan_shards(images: Images, header: StoreHeader, size: int) -> Plan:
     """Divide images into shards of about `size` images each."""
     ranges = split_images(images.paths, size)
-    shards = [plan_shard(header, rows, images.fingerprint(rows, SIZED_FILES)) for rows in ranges]
+    shards = []
+    for rows in ranges:
+        own = replace(header, fingerprint=images.fingerprint(rows, SIZED_FILES))
+        name = hashlib.sha256(own.to_json().encode()).hexdigest()[:DIGITS]
+        shards.append(PlannedShard(name, rows, own))
     return Plan(header, size, shards, images.sample_sizes())
-
-
-def plan_shard(header: StoreHeader, rows: range, fingerprint: str) -> PlannedShard:
-    """Name the shard of the images `rows`, which have this fingerprint."""
-    own = replace(header, fingerprint=fingerprint)
-    return PlannedShard(hashlib.sha256(own.to_json().encode()).hexdigest()[:DIGITS], rows, own)
 
 
 def split_images(paths: list[str], size: int) -> list[range]:
@@ -193,24 +176,18 @@ def read_plan(objects: Objects) -> StoredPlan:
     if (content := objects.read(PLAN)) is None:
         refuse_copy(objects)
         raise UserError(
-            f"{path}: there is no such file; start the labeling with "
-            "tools/relabel_imagenet.py --workers-join"
+            f"{path}: there is no such file; start the labeling with tools/relabel_imagenet.py"
         )
     try:
         values = parse_json(content)
-        folders = int(values["folders"]) if "folders" in values else None
-        size, shards, sizes = values["shard_images"], [], []
-        if not folders:
-            shards, sizes = values["shards"], values["sizes"]
-        rows = {str(name): int(count) for name, count in shards}
-        sizes = {int(row): None if size is None else int(size) for row, size in sizes}
-        text = json.dumps(values["header"]).encode()
-        if min(rows.values(), default=1) < 1 or (folders is not None and folders < 1):
+        rows = {str(name): int(count) for name, count in values["shards"]}
+        sizes = {int(row): None if size is None else int(size) for row, size in values["sizes"]}
+        text, size = json.dumps(values["header"]).encode(), values["shard_images"]
+        if min(rows.values(), default=1) < 1:
             raise ValueError
     except (KeyError, TypeError, ValueError):
         raise UserError(f"{path} is damaged; remove it and run the labeling again") from None
-    plan = StoredPlan(StoreHeader.from_json(text, path), size, rows, sizes, folders)
-    return read_folder_shards(objects, plan) if folders else plan
+    return StoredPlan(StoreHeader.from_json(text, path), size, rows, sizes)
 
 
 def refuse_copy(objects: Objects) -> None:
@@ -221,41 +198,6 @@ def refuse_copy(objects: Objects) -> None:
         raise UserError(
             f"{objects.root} is a copy of a finished store; name the folder or URL that was labeled"
         )
-
-
-def read_folder_shards(objects: Objects, plan: StoredPlan) -> StoredPlan:
-    """Return a plan of class folders with the shards of those that were listed.
-
-    A finished store has no plans of folders any more, but a manifest.
-    """
-    names = sorted(objects.list(FOLDERS))
-    if not names and (content := objects.read(MANIFEST)) is not None:
-        path = objects.root / MANIFEST
-        try:
-            values = parse_json(content)
-        except ValueError:
-            raise UserError(f"{path} is damaged; remove it and run the labeling again") from None
-        manifest = parse_manifest(values, path)
-        return plan._replace(shards={shard.name: shard.rows for shard in manifest.shards})
-    parts = read_all(objects, [f"{FOLDERS}/{name}" for name in names])
-    shards = {}
-    for file, part in zip(names, parts, strict=True):
-        rows = parse_folder(part, objects.root / f"{FOLDERS}/{file}")
-        shards |= {name: count for name, count, _ in rows}
-    return plan._replace(shards=shards, unlisted=plan.folders - len(names))
-
-
-def parse_folder(content: bytes | None, where: object) -> list[tuple[str, int, str]]:
-    """Decode the plan of a class folder: name, images and fingerprint of each shard.
-
-    None, of a file that was removed in the meantime, has no shards. UserError, which names `where`,
-    if it is damaged.
-    """
-    try:
-        rows = [] if content is None else parse_json(content)["shards"]
-        return [(str(name), int(count), str(fingerprint)) for name, count, fingerprint in rows]
-    except (KeyError, TypeError, ValueError):
-        raise UserError(f"{where} is damaged; remove it and run the labeling again") from None
 
 
 def read_all(objects: Objects, names: list[str]) -> list[bytes | None]:
@@ -275,7 +217,7 @@ def share_plan(objects: Objects, plan: Plan) -> None:
     if objects.create(PLAN, plan.to_json()) or objects.read(PLAN) == plan.to_json():
         return
     theirs, out = read_plan(objects), objects.root
-    check_same_plan(plan.header, plan.shard_images, None, theirs, out)
+    check_same_plan(plan, theirs, out)
     new = [shard for shard in plan.shards if shard.name not in theirs.shards]
     there = objects.list(SHARDS)
     if len(new) == len(plan.shards) and any(f"{name}.json" in there for name in theirs.shards):
@@ -324,19 +266,14 @@ def remove_shard(objects: Objects, name: str, there: Iterable[str]) -> None:
             path.unlink(missing_ok=True)
 
 
-def check_same_plan(
-    header: StoreHeader, size: int, folders: int | None, theirs: StoredPlan, out: Location
-) -> None:
+def check_same_plan(plan: Plan, theirs: StoredPlan, out: Location) -> None:
     """Raise UserError, which names `out`, if its plan has other options."""
-    replace(header, fingerprint=theirs.header.fingerprint).check_same(theirs.header, out)
-    listing, other = ("whole" if n is None else "folders" for n in (folders, theirs.folders))
-    options = ("listing", listing, other), ("shard-images", size, theirs.shard_images)
-    for name, mine, there in options:
-        if mine != there:
-            raise UserError(
-                f"{out} was started with --{name} {there}, not {mine}; give the same or choose "
-                "another --out"
-            )
+    replace(plan.header, fingerprint=theirs.header.fingerprint).check_same(theirs.header, out)
+    if plan.shard_images != theirs.shard_images:
+        raise UserError(
+            f"{out} was started with --shard-images {theirs.shard_images}, not "
+            f"{plan.shard_images}; give the same or choose another --out"
+        )
 
 
 # ------------------------------------------------------------------------------------- publication
@@ -451,7 +388,7 @@ def read_paths(objects: Objects, record: StoredShard) -> list[str]:
         return StoreFile(copy).paths()
 
 
-def check_stored(objects: Objects, plan: AnyPlan) -> None:
+def check_stored(objects: Objects, plan: Plan) -> None:
     """Raise UserError if another worker has replaced the plan."""
     if not plan.is_stored(objects):
         raise UserError(
@@ -461,7 +398,7 @@ def check_stored(objects: Objects, plan: AnyPlan) -> None:
         )
 
 
-def complete(objects: Objects, plan: AnyPlan) -> ScoreMapStore | None:
+def complete(objects: Objects, plan: Plan) -> ScoreMapStore | None:
     """Write the manifest of a store that has all shards, and remove all that is no part of it.
 
     Returns None if another worker wrote it before, or if it is in object storage, which readers do
@@ -475,11 +412,6 @@ def complete(objects: Objects, plan: AnyPlan) -> ScoreMapStore | None:
     if not all(records):
         raise UserError(f"shards of {objects.root} were removed or damaged; run it again")
     content = Manifest(plan.header, tuple(records)).to_json()
-    # Before the manifest: with them the next run would not look for changed images. By their names
-    # first, because a list may be of before.
-    for name in plan.list_parts():
-        objects.remove(name)
-    objects.remove_all(FOLDERS)
     first = objects.read(MANIFEST) != content
     if first:
         objects.replace(MANIFEST, content)
@@ -497,9 +429,8 @@ def complete(objects: Objects, plan: AnyPlan) -> ScoreMapStore | None:
 
 def measure_status(out: Path | ObjectURL, seconds: float = LEASE_SECONDS) -> Status:
     """Count what all workers have done and do now, from the files of the store alone."""
-    objects = open_objects(out)
-    plan, there = read_plan(objects), objects.list(SHARDS)
-    shards = plan.shards
+    objects = open_objects(shards_folder(out) if is_file_name(out) else out)
+    shards, there = read_plan(objects).shards, objects.list(SHARDS)
     # A shard whose file is gone is labeled again.
     files = {name.partition("-")[0] for name in there if name.endswith(".h5")}
     left = {name for name in shards if f"{name}.json" not in there or name not in files}
@@ -513,16 +444,7 @@ def measure_status(out: Path | ObjectURL, seconds: float = LEASE_SECONDS) -> Sta
         finished = [(there[f"{name}.json"], shards[name]) for name in shards if name not in left]
         rate = max(rate, measure_rate(finished))
     workers = len({beat.worker for beat in beats})
-    return Status(
-        len(shards),
-        len(done),
-        sum(shards.values()),
-        images,
-        workers,
-        rate,
-        plan.folders,
-        plan.unlisted,
-    )
+    return Status(len(shards), len(done), sum(shards.values()), images, workers, rate)
 
 
 def measure_rate(finished: list[tuple[float, int]]) -> float:
@@ -541,7 +463,7 @@ def measure_rate(finished: list[tuple[float, int]]) -> float:
 def print_status(out: Location, /) -> None:
     """Print the progress of the workers that label into OUT, their rate and the time left.
 
-    OUT is a folder, or s3://BUCKET/FOLDER. It can be run on any machine that sees it.
+    OUT is what was given to the labeling. It can be run on any machine that sees it.
     """
     for line in measure_status(out).lines():
         print(line)

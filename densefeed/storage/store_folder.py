@@ -67,16 +67,6 @@ class Manifest:
         shards = [shard._asdict() for shard in self.shards]
         return json.dumps({"version": VERSION, "header": header, "shards": shards}).encode()
 
-    def is_by_shards(self) -> bool:
-        """Whether the fingerprint of the images is that of the shards' fingerprints."""
-        fingerprints = [shard.fingerprint for shard in self.shards]
-        return self.header.fingerprint == join_fingerprints(fingerprints)
-
-
-def join_fingerprints(fingerprints: Iterable[str]) -> str:
-    """Return the fingerprint of images from those of their shards, by SHA-256."""
-    return hashlib.sha256("\n".join(fingerprints).encode()).hexdigest()
-
 
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a store; UserError if it is missing, damaged or of another version."""
@@ -86,7 +76,7 @@ def read_manifest(folder: Path) -> Manifest:
     except FileNotFoundError:
         raise UserError(
             f"{folder} is a folder without {MANIFEST}: name a file of score maps, or finish the "
-            "labeling with tools/relabel_imagenet.py --workers-join"
+            "labeling with tools/relabel_imagenet.py"
         ) from None
 
 
@@ -101,7 +91,7 @@ def parse_manifest(values: dict, path: Path | ObjectURL) -> Manifest:
 
 
 def find_manifest_fault(values: dict) -> str | None:
-    """Describe what a manifest from JSON has that none has, but for its header; None if sound."""
+    """Return what is invalid in a parsed manifest, but for its header; None if sound."""
     if values.get("version") != VERSION:
         return f"it has another version than {VERSION}"
     if values.keys() != {"version", "header", "shards"} or not isinstance(values["shards"], list):

@@ -1,10 +1,10 @@
 """Leases: many processes divide work among them, join and leave at any time, without a broker.
 
 The lease of a piece of work is a file, or an object of object storage, that its holder created and
-renews. Nobody else writes to it. If its content stays the same for a lease's time, another process
-creates the next generation: creating a file is atomic, so of many processes one gets it. No clocks
-of two machines are compared: each process measures by its own how long a content has stayed the
-same.
+renews. Nobody else writes to it. If its content stays the same for a lease's time, or its holder
+ran on this machine and has ended, another process creates the next generation: creating a file is
+atomic, so of many processes one gets it. No clocks of two machines are compared: each process
+measures by its own how long a content has stayed the same.
 
 A holder that was stopped for longer than a lease's time may work beside its successor, which no
 lease can prevent. So results must be published by an atomic call too (relabel/workers.py).
@@ -51,8 +51,30 @@ class Beat:
 
 
 def name_worker() -> str:
-    """Return a name that no other process has, with host and PID for people."""
-    return f"{socket.gethostname()}:{os.getpid()}:{uuid4().hex[:8]}"
+    """Return a name that no other process has: its place, PID, and random digits."""
+    return f"{name_place()}:{os.getpid()}:{uuid4().hex[:8]}"
+
+
+def name_place() -> str:
+    """Name where a PID is valid: the host and, in a container, its own namespace."""
+    # Only Linux has namespaces.
+    with suppress(OSError):
+        return f"{socket.gethostname()}:{os.stat('/proc/self/ns/pid').st_ino}"
+    return f"{socket.gethostname()}:0"
+
+
+def has_ended(worker: str) -> bool:
+    """Whether a process of `name_worker` ran here and ended: killed, it released nothing."""
+    place, _, rest = worker.rpartition(":")[0].rpartition(":")
+    if place != name_place() or not rest.isdecimal():
+        return False
+    try:
+        os.kill(int(rest), 0)
+    except (ProcessLookupError, OverflowError):
+        return True
+    except PermissionError:
+        return False
+    return False
 
 
 @dataclass(eq=False)
@@ -149,9 +171,9 @@ class Leases:
         return generation, content
 
     def _is_free(self, key: str, content: bytes) -> bool:
-        """Whether a lease was released, or has not changed for its time."""
+        """Whether a lease was released, its holder ended, or it has not changed for its time."""
         beat, now = read_beat(content), time.monotonic()
-        if beat and beat.released:
+        if beat and (beat.released or has_ended(beat.worker)):
             return True
         before, since = self._seen.get(key, (None, now))
         self._seen[key] = content, since if content == before else now

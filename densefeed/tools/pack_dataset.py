@@ -178,7 +178,7 @@ def refuse(reasons: list[str], writer: BetonWriter) -> None:
 def open_maps(packing: Packing, fingerprint: str, images: Images) -> ScoreMapStore:
     """Open the score maps. Raises UserError if they belong to images of another fingerprint."""
     store = ScoreMapStore(make_local(packing.maps))
-    store.check(fingerprint, packing.data, images, packing.split)
+    store.check(fingerprint, packing.data, packing.split)
     if store.error:
         print(f"{packing.maps} is compact; the .beton inherits its error: {store.error}")
     return store

@@ -2,7 +2,7 @@
 
     python tools/score_maps.py verify maps.h5
     python tools/score_maps.py convert maps.h5 --form compact --out small.h5
-    python tools/score_maps.py merge maps.h5
+    python tools/score_maps.py merge part-0 part-1 --out maps.h5
     python tools/score_maps.py select maps.h5 --data tars --out maps-of-tars.h5
     python tools/score_maps.py status maps
     python tools/score_maps.py redo maps cat/001.jpg
@@ -19,7 +19,7 @@ from densefeed.storage.fetch import fetch
 from densefeed.storage.maintenance import convert_file, summary, verify_files
 from densefeed.storage.selection import select_maps
 from densefeed.storage.shard_plan import print_status, redo_images
-from densefeed.storage.shards import merge_files
+from densefeed.storage.shards import merge_folders
 from densefeed.system.errors import UserError, name_commands, run
 from densefeed.system.object_store import ObjectURL
 from densefeed.system.options import Location
@@ -45,7 +45,7 @@ def fetch_store(url: Location, out: Path, /) -> None:
 COMMANDS = {
     "verify": verify_files,
     "convert": convert_file,
-    "merge": merge_files,
+    "merge": merge_folders,
     "select": select_maps,
     "status": print_status,
     "redo": redo_images,

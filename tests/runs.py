@@ -18,10 +18,10 @@ from densefeed.pipelines.batch import Batch, ScoreMapSpec
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.mixing import Mix, Mixing
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.relabel.labeling import WHOLE_SET, begin_pass, finish_pass
+from densefeed.relabel.labeling import begin_pass
+from densefeed.relabel.workers import label
 from densefeed.storage.images import Images
 from densefeed.storage.score_maps import ScoreMapStore
-from densefeed.storage.shards import Shard
 from densefeed.training.build import build_model
 from densefeed.training.config import Config
 from densefeed.training.setup import open_loader
@@ -76,17 +76,10 @@ def wrap(config: Config, model: nn.Module, num_classes: int = 2) -> nn.Module:
 
 
 def label_images(
-    images: Images,
-    teacher: nn.Module,
-    name: str,
-    out: Path,
-    *,
-    shard: Shard = WHOLE_SET,
-    ranks: bool = False,
-    **options,
+    images: Images, teacher: nn.Module, name: str, out: Path, **options
 ) -> ScoreMapStore | None:
-    """Run `begin_pass` with these options, then `finish_pass`."""
-    return finish_pass(begin_pass(images, teacher, name, **options), out, shard, ranks)
+    """Run `begin_pass` with these options, then `label`."""
+    return label(begin_pass(images, teacher, name, **options), out)
 
 
 def train_loader(config: Config) -> ThreadedLoader:

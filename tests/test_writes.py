@@ -371,7 +371,7 @@ def writers(inputs: Path, folder: Path, maps: Path, packed: tuple[Path, Path]) -
         ),
         # A single shard: workers begin at a random one.
         "label as a worker": Writer(
-            (*label(folder, inputs / "teacher", "WORK/new/maps"), "--workers-join"),
+            label(folder, inputs / "teacher", "WORK/new/maps"),
             ("new/maps/manifest.json", "new/maps/plan.json"),
         ),
         "merge": Writer(

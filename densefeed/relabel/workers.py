@@ -231,6 +231,8 @@ class Worker:
                 lease.report(count, (count - done) / max(time.monotonic() - began, 1e-9))
                 update(others + count)
 
+            if done:
+                print(f"shard {shard.name}: {done:,} of {len(shard.rows):,} are labeled already")
             report(done)
             speed = label_rows(self.work, writer, shard.rows.start, report)
             finish(writer, path, shard.header.form)

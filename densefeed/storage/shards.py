@@ -120,6 +120,10 @@ def merge_folders(folders: tuple[Path, ...], /, out: Path, form: Form | None = N
     if form and not is_file:
         raise UserError(f"--form {form} is for one file; let --out end in .h5, or remove --form")
     check_absent(out)
+    if is_file and len(folders) == 1 and (folders[0] / MANIFEST).exists():
+        store = ScoreMapStore(folders[0])
+        print(summary(convert(store, out, form or store.header.form)))
+        return
     plan, found = find_shards(folders)
     target = shards_folder(out) if is_file else out
     for shard, path in bar(list(found.items()), "merge, shards"):

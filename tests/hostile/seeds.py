@@ -35,7 +35,7 @@ COMMANDS = (
     "tools.export_labels --maps maps.h5 --out tree",
     f"{RELABEL} --out shards/maps.h5 --shard 0/2",
     f"{RELABEL} --out other/maps.h5 --shard 1/2",
-    f"{RELABEL} --out joined --workers-join --shard-images 2",
+    f"{RELABEL} --out joined --shard-images 2",
 )
 
 

@@ -24,10 +24,11 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from densefeed.relabel import workers
-from densefeed.relabel.labeling import begin_pass, finish_pass
+from densefeed.relabel.labeling import begin_pass
 from densefeed.relabel.teacher import Teacher
-from densefeed.relabel.workers import join_workers
+from densefeed.relabel.workers import Share, label
 from densefeed.storage.images import Images, sample_evenly
+from densefeed.storage.maintenance import convert
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.storage.selection import select
 from densefeed.storage.shard_plan import (
@@ -39,8 +40,10 @@ from densefeed.storage.shard_plan import (
     plan_shards,
     publish,
     redo_images,
+    shards_folder,
     share_plan,
 )
+from densefeed.storage.shards import merge_folders
 from densefeed.storage.store_folder import MANIFEST, SIZED_FILES
 from densefeed.system.errors import UserError
 from densefeed.system.leases import Leases
@@ -74,7 +77,7 @@ def begin(folder: Path, top_k: int = 2, form: str = "raw", size: int = 64):
 
 
 def join(folder: Path, out: Path, seconds: float = 5, images: int = SIZE, **options):
-    return join_workers(begin(folder, **options), out, images, seconds)
+    return label(begin(folder, **options), out, shard_images=images, seconds=seconds)
 
 
 def files(out: Path) -> dict[str, bytes]:
@@ -95,7 +98,7 @@ def whole(many, tmp_path_factory, one_thread) -> Path:
 def test_one_worker_gives_the_rows_of_a_single_file(many, whole, tmp_path):
     """Shards may end in smaller batches, where a convolution may sum in another order."""
     work = begin(many)
-    one, ours = finish_pass(work, tmp_path / "maps.h5"), ScoreMapStore(whole)
+    one, ours = label(work, tmp_path / "maps.h5"), ScoreMapStore(whole)
     assert len(ours._file.files) > 3
     assert ours.header == one.header
     assert ours.paths() == one.paths()
@@ -122,8 +125,10 @@ def test_workers_write_every_form(many, whole, tmp_path, form):
         assert 0 < store.error.variation_mean < store.error.variation_max < 0.01
 
 
-def test_two_workers_divide_the_shards(many, whole, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["maps", "maps.h5"])
+def test_two_workers_divide_the_shards(many, whole, tmp_path, monkeypatch, name):
     """Two at once, as threads: each shard is labeled once, and one of them completes the store."""
+    out = tmp_path / name
     labeled, real = [], workers.label_rows
 
     def label_rows(work, writer, start, update):
@@ -133,7 +138,7 @@ def test_two_workers_divide_the_shards(many, whole, tmp_path, monkeypatch):
     monkeypatch.setattr(workers, "label_rows", label_rows)
     works, made = [begin(many) for _ in range(2)], []
     threads = [
-        threading.Thread(target=lambda w=w: made.append(join_workers(w, tmp_path / "maps", SIZE)))
+        threading.Thread(target=lambda w=w: made.append(label(w, out, shard_images=SIZE)))
         for w in works
     ]
     for thread in threads:
@@ -141,8 +146,13 @@ def test_two_workers_divide_the_shards(many, whole, tmp_path, monkeypatch):
     for thread in threads:
         thread.join(60)
     assert sorted(labeled) == [shard.rows.start for shard in plan(many).shards]
-    assert files(tmp_path / "maps") == files(whole)
     assert any(store is not None for store in made)
+    if name == "maps":
+        assert files(out) == files(whole)
+    else:
+        want = convert(ScoreMapStore(whole), tmp_path / "want.h5", "raw")
+        assert out.read_bytes() == want.path.read_bytes()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["maps.h5", "want.h5"]
 
 
 def plan(folder: Path):
@@ -183,11 +193,77 @@ def test_a_worker_continues_with_the_rows_of_one_that_left(many, whole, tmp_path
     monkeypatch.setattr(workers.time, "sleep", lambda seconds: pytest.fail("waited"))
     work = begin(many)
     scored.clear()
-    store = join_workers(work, out, 32, 60)
+    store = label(work, out, shard_images=32)
     assert sum(scored) <= COUNT - 5 * 4
     want = join(many, tmp_path / "want", images=32)
     for ours, theirs in zip(store.rows(np.arange(COUNT)), want.rows(np.arange(COUNT)), strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("form", ["raw", "compact"])
+def test_a_file_is_made_of_its_shards(many, whole, tmp_path, monkeypatch, form):
+    """Also by a run that follows one killed at the conversion; then it is finished already."""
+    out, want = tmp_path / "maps.h5", convert(ScoreMapStore(whole), tmp_path / "raw.h5", "raw")
+    if form != "raw":
+        want = convert(want, tmp_path / "want.h5", form)
+    with monkeypatch.context() as patch:
+        patch.setattr("densefeed.storage.shards.convert", lambda *words: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            join(many, out, form=form)
+    assert measure_status(out).images_done == COUNT
+    monkeypatch.setattr(workers, "label_rows", lambda *words: pytest.fail("labeled again"))
+    assert join(many, out, form=form).header.form == form
+    assert out.read_bytes() == want.path.read_bytes()
+    assert not shards_folder(out).exists()
+    # Killed before it had removed all.
+    shutil.copytree(whole, shards_folder(out))
+    assert join(many, out, form=form).path == out
+    assert not shards_folder(out).exists()
+    with pytest.raises(UserError, match=r"maps.h5 exists already; remove it or choose another"):
+        join(many, out, form=form, top_k=1)
+
+
+def test_shares_are_joined_to_the_bytes_of_one_labeling(many, whole, tmp_path, capsys):
+    """Machines without a common disk label every third shard each."""
+    parts = [tmp_path / f"part-{n}" for n in range(3)]
+    for number, out in enumerate(parts):
+        share = Share.parse(f"{number}/3")
+        assert label(begin(many), out, shard_images=SIZE, share=share) is None
+    with pytest.raises(UserError, match=r"shards are in none of these folders, the first is"):
+        merge_folders((parts[0], parts[2]), tmp_path / "maps")
+    merge_folders(tuple(parts), tmp_path / "maps")
+    readers = {name for name in files(whole) if name == MANIFEST or name.endswith(".h5")}
+    assert files(tmp_path / "maps") == {name: files(whole)[name] for name in readers}
+    merge_folders((whole,), tmp_path / "one.h5")
+    merge_folders(tuple(parts), tmp_path / "joined.h5")
+    assert (tmp_path / "one.h5").read_bytes() == (tmp_path / "joined.h5").read_bytes()
+    assert len(ScoreMapStore(tmp_path / "joined.h5")) == COUNT
+    assert not shards_folder(tmp_path / "joined.h5").exists()
+    with pytest.raises(UserError, match=r"one.h5 exists already"):
+        merge_folders((whole,), tmp_path / "one.h5")
+    with pytest.raises(UserError, match=r"--form compact is for one file"):
+        merge_folders((whole,), tmp_path / "again", form="compact")
+    # Of other images or options, and damaged.
+    label(begin(many, top_k=1), tmp_path / "other", shard_images=SIZE, share=Share(1, 3))
+    with pytest.raises(UserError, match=r"other was started with another top k"):
+        merge_folders((parts[0], tmp_path / "other"), tmp_path / "again")
+    label(begin(many), tmp_path / "large", shard_images=16, share=Share(1, 3))
+    with pytest.raises(UserError, match=r"large has other shards than .*part-0"):
+        merge_folders((parts[0], tmp_path / "large"), tmp_path / "again")
+    shard = min((parts[1] / SHARDS).glob("*.h5"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    with pytest.raises(UserError, match=rf"{shard.name} does not match its record; remove it"):
+        merge_folders(tuple(parts), tmp_path / "again.h5")
+    assert not (tmp_path / "again.h5").exists()
+
+
+@pytest.mark.parametrize("text", ["8/8", "1", "-1/8", "1/0", "a/b", "1/8/2"])
+def test_a_share_is_parsed_as_index_of_count(many, tmp_path, text):
+    assert Share.parse("7/8") == Share(7, 8)
+    with pytest.raises(UserError, match=r"--shard .* is not a share; write it as 0/8"):
+        Share.parse(text)
+    with pytest.raises(UserError, match=r"--shard writes a folder, .* give --out maps$"):
+        label(begin(many), tmp_path / "maps.h5", share=Share(0, 2))
 
 
 def test_a_late_worker_is_identical_or_refused(many, whole, tmp_path, capsys):
@@ -261,9 +337,7 @@ def test_the_commands_write_and_read_a_folder(many, tmp_path, command):
     words = ["tools/relabel_imagenet.py", "--data", many, "--teacher", weights]
     words += ["--model", "test_resnet", "--input-size", 64, "--top-k", 2, "--threads", 1]
     words += ["--device", "cpu", "--out", out]
-    assert "has no effect without" in command(*words, "--shard-images", 8).stderr
-    words += ["--workers-join", "--shard-images", 8]
-    assert "remove --shard" in command(*words, "--shard", "0/2").stderr
+    words += ["--shard-images", 8]
     first = command(*words)
     assert first.returncode == 0, first.stderr
     assert "accuracy of the stored maps" in first.stdout
@@ -471,7 +545,7 @@ def test_sigterm_gives_the_lease_back(many, tmp_path, command):
     save_file(timm.create_model("test_resnet", num_classes=2).state_dict(), weights)
     words = ["tools/relabel_imagenet.py", "--data", many, "--teacher", weights, "--batch", 1]
     words += ["--model", "test_resnet", "--input-size", 512, "--tta-views", 8, "--top-k", 2]
-    words += ["--threads", 1, "--device", "cpu", "--out", out, "--workers-join"]
+    words += ["--threads", 1, "--device", "cpu", "--out", out]
     root = Path(__file__).parents[2]
     worker = subprocess.Popen([sys.executable, *map(str, words)], cwd=root)
     try:
@@ -511,6 +585,53 @@ def test_other_options_are_refused_by_name(many, whole, tmp_path):
     assert files(out) == before
 
 
+@pytest.mark.slow
+def test_torchrun_labels_with_two_ranks_and_reports_once(many, tmp_path):
+    """The command gives the bytes of one process and leaves no shard."""
+    torch.manual_seed(0)
+    save_file(
+        timm.create_model("test_resnet", num_classes=2).state_dict(),
+        tmp_path / "teacher.safetensors",
+    )
+
+    def words(out, *more):
+        return [
+            "tools/relabel_imagenet.py",
+            "--data",
+            many,
+            "--teacher",
+            tmp_path / "teacher.safetensors",
+            "--model",
+            "test_resnet",
+            "--input-size",
+            64,
+            "--top-k",
+            2,
+            "--batch",
+            4,
+            "--threads",
+            1,
+            "--device",
+            "cpu",
+            "--shard-images",
+            8,
+            "--out",
+            out,
+            *more,
+        ]
+
+    run = dict(cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    begin = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    both = subprocess.run([*begin, *map(str, words(tmp_path / "out" / "two.h5"))], **run)
+    assert both.returncode == 0, both.stderr
+    one = subprocess.run([sys.executable, *map(str, words(tmp_path / "out" / "one.h5"))], **run)
+    assert one.returncode == 0, one.stderr
+    assert (tmp_path / "out" / "two.h5").read_bytes() == (tmp_path / "out" / "one.h5").read_bytes()
+    assert sorted(os.listdir(tmp_path / "out")) == ["one.h5", "two.h5"]
+    assert both.stdout.count("accuracy of the stored maps") == 1
+    assert both.stdout.count("images/s; the teacher waited") == len(plan(many).shards)
+
+
 # ------------------------------------------------------------------------- kills
 
 
@@ -528,7 +649,8 @@ class SlowRender:
 def work_until_done(folder: Path, out: Path) -> None:
     """A worker in a process of its own, whose leases last a second."""
     work = begin(folder)
-    join_workers(replace(work, render=SlowRender(work.render)), out, SIZE, seconds=1)
+    slow = replace(work, render=SlowRender(work.render))
+    label(slow, out, shard_images=SIZE, seconds=1)
 
 
 @pytest.fixture(scope="module")

@@ -23,13 +23,13 @@ import numpy as np
 import pytest
 
 from densefeed.relabel import workers
-from densefeed.relabel.workers import join_workers
+from densefeed.relabel.workers import label
 from densefeed.storage.fetch import fetch
 from densefeed.storage.images import Images
 from densefeed.storage.maintenance import verify_files
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.storage.shard_plan import LEASES, PLAN, SHARDS, measure_status, publish, redo_images
-from densefeed.storage.shards import merge_files
+from densefeed.storage.shards import merge_folders
 from densefeed.storage.store_folder import MANIFEST
 from densefeed.system import errors
 from densefeed.system.errors import UserError
@@ -93,7 +93,8 @@ def test_two_workers_divide_the_shards(many, whole, bucket, monkeypatch):
     monkeypatch.setattr(workers, "label_rows", label_rows)
     works = [begin(many) for _ in range(2)]
     threads = [
-        threading.Thread(target=join_workers, args=(work, bucket / "maps", SIZE)) for work in works
+        threading.Thread(target=label, args=(work, bucket / "maps"), kwargs={"shard_images": SIZE})
+        for work in works
     ]
     for thread in threads:
         thread.start()
@@ -216,7 +217,8 @@ def test_a_damaged_shard_is_never_copied(whole, bucket, tmp_path, quick_retries)
 def test_readers_name_the_command_that_copies():
     """An option that takes only paths collapses the URL."""
     path = Path("s3://bucket/maps")
-    for read in (ScoreMapStore, merge_files, lambda path: verify_files((path,))):
+    merge = partial(merge_folders, out=Path("maps.h5"))
+    for read in (ScoreMapStore, lambda path: merge((path,)), lambda path: verify_files((path,))):
         with pytest.raises(UserError, match=r"^s3.*/score_maps.py fetch s3://bucket/maps maps`, a"):
             read(path)
 
@@ -272,7 +274,7 @@ def test_a_fault_that_stays_ends_in_one_sentence(
     work = begin(many)
     proxy = disturb(lambda method, path, number: fault if number > 60 else "")
     with pytest.raises(SystemExit) as end:
-        errors.run(lambda: join_workers(work, bucket / "maps", SIZE))
+        errors.run(lambda: label(work, bucket / "maps", shard_images=SIZE))
     assert end.value.code == 2
     shown = capsys.readouterr()
     assert re.search(rf"^error: s3://bucket-\w+/maps/\S+: {words}[^\n]*$", shown.err, re.MULTILINE)
@@ -286,7 +288,7 @@ def test_a_fault_that_stays_ends_in_one_sentence(
     want = files(whole)
     assert all(there[name] == want[name] for name in there if name.startswith(SHARDS))
     # It continues, once the lease of the one that ended is released or over.
-    join_workers(work, bucket / "maps", SIZE, seconds=0.5)
+    label(work, bucket / "maps", shard_images=SIZE, seconds=0.5)
     assert objects(bucket / "maps") == files(whole)
 
 
@@ -296,7 +298,8 @@ def test_a_fault_that_stays_ends_in_one_sentence(
 def work_until_done(folder: Path, out: ObjectURL) -> None:
     """A worker in a process of its own, whose leases last a second."""
     work = begin(folder)
-    join_workers(replace(work, render=SlowRender(work.render)), out, SIZE, seconds=1)
+    slow = replace(work, render=SlowRender(work.render))
+    label(slow, out, shard_images=SIZE, seconds=1)
 
 
 @pytest.fixture(scope="module")
@@ -372,14 +375,13 @@ def test_the_commands_take_a_url(many, bucket, tmp_path, command):
     words = ["tools/relabel_imagenet.py", "--data", many, "--teacher", weights]
     words += ["--model", "test_resnet", "--input-size", 64, "--top-k", 2, "--threads", 1]
     words += ["--device", "cpu", "--shard-images", 8, "--out"]
-    assert "needs --workers-join" in command(*words[:-3], "--out", out).stderr
-    missing = command(*words, "s3://no-such-bucket/maps", "--workers-join")
+    missing = command(*words, "s3://no-such-bucket/maps")
     assert missing.returncode == 2
     assert re.fullmatch(
         r"error: s3://no-such-bucket/\S+: there is no such bucket.*\n",
         missing.stderr.splitlines(True)[-1],
     )
-    labeled = command(*words, out, "--workers-join")
+    labeled = command(*words, out)
     assert labeled.returncode == 0, labeled.stderr
     assert f"{out} is finished; copy it with" in labeled.stdout
     assert "64 of 64 images are labeled" in command("tools/score_maps.py", "status", out).stdout

@@ -15,7 +15,7 @@ from densefeed.storage.images import Images
 from densefeed.storage.maintenance import convert, verify
 from densefeed.storage.row_codecs import ScoreMaps
 from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, StoreHeader
-from densefeed.storage.shards import merge_files
+from densefeed.storage.shards import merge_folders
 from densefeed.storage.store_folder import (
     MANIFEST,
     REMEDY,
@@ -119,7 +119,7 @@ def test_a_folder_converts_to_the_bytes_of_the_file(stores, tmp_path, form, to):
 def test_merge_writes_a_folder_as_one_file(stores, tmp_path, form):
     one, folder = stores[form]
     out = shutil.copytree(folder, tmp_path / "maps")
-    merge_files(out)
+    merge_folders((out,), tmp_path / "maps.h5")
     merged, ids = ScoreMapStore(tmp_path / "maps.h5"), np.arange(11)
     assert_equal(merged.rows(ids), ScoreMapStore(folder).rows(ids))
     assert merged.error == ScoreMapStore(folder).error
@@ -128,7 +128,7 @@ def test_merge_writes_a_folder_as_one_file(stores, tmp_path, form):
     assert form == "compact" or merged.path.read_bytes() == one.read_bytes()
     assert sorted(p.name for p in out.rglob("*")) == sorted(p.name for p in folder.rglob("*"))
     with pytest.raises(UserError, match=r"maps.h5 exists already"):
-        merge_files(out, form)
+        merge_folders((out,), tmp_path / "maps.h5", form)
 
 
 def test_paths_are_read_whole_whatever_shard_they_are_in(tmp_path, random_maps):

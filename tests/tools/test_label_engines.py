@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +15,6 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from densefeed.system.errors import UserError
-from densefeed.tools import label_engines
-from densefeed.tools.label_engines import run_engine
 from densefeed.tools.relabel_imagenet import Labeling, main
 
 ROOT = Path(__file__).parents[2]
@@ -27,76 +24,14 @@ ROOT = Path(__file__).parents[2]
     ("options", "message"),
     [
         ({"num_workers": 2}, "need --engine"),
-        ({"engine": "local", "shard": "0/2"}, "have no workers"),
+        ({"engine": "ray", "shard": "0/2"}, "have no workers"),
         ({"engine": "ray", "device": "cuda:1"}, "is one device"),
-        ({"engine": "local", "gpus_per_worker": 0.0}, r"in \(0, 1\]"),
-        ({"engine": "local", "num_workers": -1}, "must not be negative"),
+        ({"gpus_per_worker": 0.5}, "need --engine"),
     ],
 )
 def test_options_are_refused_by_name(tmp_path, options, message):
     with pytest.raises(UserError, match=message):
         main(Labeling(data=tmp_path, out=tmp_path / "maps", teacher=("t",), **options))
-
-
-@pytest.fixture
-def scripted(monkeypatch):
-    """A function that replaces the workers by Python programs, one for each worker."""
-    monkeypatch.setattr(label_engines, "POLL_SECONDS", 0.02)
-
-    def replace_workers(*programs: str) -> list[subprocess.Popen]:
-        started = []
-
-        def start(words, number, workers, gpus):
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            started.append(subprocess.Popen([sys.executable, "-c", programs[number]], **pipes))
-            return started[-1]
-
-        monkeypatch.setattr(label_engines, "start", start)
-        return started
-
-    return replace_workers
-
-
-def run(tmp_path, count: int) -> None:
-    run_engine("local", [], tmp_path / "maps", count, 1)
-
-
-def test_a_worker_that_fails_ends_in_one_sentence(scripted, tmp_path, capsys):
-    scripted("print('error: no such teacher'); raise SystemExit(2)", "print('relabel, images')")
-    with pytest.raises(UserError, match=r"^workers failed .1., for the reasons above; without"):
-        run(tmp_path, 2)
-    assert capsys.readouterr().out == "worker 0: error: no such teacher\n"
-
-
-def test_others_finish_for_a_worker_that_is_killed(scripted, tmp_path, capsys):
-    scripted("import os; os.kill(os.getpid(), 9)", "pass")
-    run(tmp_path, 2)
-    assert "worker 0 was killed by signal 9" in capsys.readouterr().out
-    scripted("import os; os.kill(os.getpid(), 9)")
-    with pytest.raises(UserError, match=r"workers failed .1."):
-        run(tmp_path, 1)
-
-
-def test_no_worker_outlives_the_engine(scripted, tmp_path, monkeypatch):
-    started = scripted(*["import time; time.sleep(60)"] * 2)
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(label_engines, "show_progress", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, 2)
-    assert [process.returncode for process in started] == [-signal.SIGTERM] * 2
-
-
-def test_workers_share_gpus_and_cores(monkeypatch):
-    monkeypatch.setattr(subprocess, "Popen", lambda words, env, **_: env)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
-    environments = [label_engines.start([], number, 4, 2) for number in range(4)]
-    assert [e["CUDA_VISIBLE_DEVICES"] for e in environments] == ["GPU-a", "GPU-b"] * 2
-    assert {e["LOCAL_WORLD_SIZE"] for e in environments} == {"4"}
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert label_engines.start([], 1, 2, 2)["CUDA_VISIBLE_DEVICES"] == "1"
 
 
 # ------------------------------------------------------------------------- whole commands
@@ -115,7 +50,7 @@ def words(tmp_path_factory) -> list[str]:
     save_file(weights, home / "teacher.safetensors")
     words = ["--data", home / "scenes", "--teacher", home / "teacher.safetensors"]
     words += ["--model", "resnet18", "--input-size", 128, "--top-k", 2, "--batch", 4]
-    words += ["--threads", 1, "--device", "cpu", "--workers-join", "--shard-images", 16]
+    words += ["--threads", 1, "--device", "cpu", "--shard-images", 16]
     return [str(word) for word in words]
 
 
@@ -130,17 +65,6 @@ def whole(words, tmp_path_factory, command) -> dict[str, bytes]:
 
 def files(out: Path) -> dict[str, bytes]:
     return {str(p.relative_to(out)): p.read_bytes() for p in out.rglob("*") if p.is_file()}
-
-
-@pytest.mark.slow
-def test_a_process_per_worker_gives_the_same_bytes(words, whole, tmp_path, command):
-    out = tmp_path / "maps"
-    more = ["--out", out, "--engine", "local", "--num-workers", 2]
-    done = command("tools/relabel_imagenet.py", *words, *more)
-    assert done.returncode == 0, done.stderr
-    assert files(out) == whole
-    assert all(f"worker {number}: shard " in done.stdout for number in (0, 1))
-    assert "160/160" in done.stdout
 
 
 # Nodes of a simulated cluster come and go while the command runs. Prints how many processes of Ray

@@ -101,7 +101,7 @@ LEASES ?= 10000
 # writer, ORIENTATIONS planted for the audit, FILES hostile files, FILES hostile names and FILES altered checkpoints through the commands.
 soak: $(READY)
 	SOAK_MINUTES=$(MINUTES) nice -n 19 $(RUN) -m pytest -s tests/native/test_fuzz.py
-	SOAK_KILLS=$(KILLS) $(RUN) -m pytest -s tests/test_resume.py tests/storage/test_shards.py tests/relabel/test_workers.py \
+	SOAK_KILLS=$(KILLS) $(RUN) -m pytest -s tests/test_resume.py tests/relabel/test_workers.py \
 		tests/relabel/test_workers_in_storage.py \
 		-k killed_at_random_times
 	SOAK_LEASES=$(LEASES) $(RUN) -m pytest -s tests/system/test_leases.py -k contended

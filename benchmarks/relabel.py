@@ -46,9 +46,10 @@ from benchmarks.harness import (
 from benchmarks.photographs import write_crops
 from densefeed.models import nfnet  # noqa: F401  (registers its models with timm)
 from densefeed.models.model_spec import is_registered
-from densefeed.relabel.labeling import begin_pass, finish_pass
+from densefeed.relabel.labeling import begin_pass
 from densefeed.relabel.rendering import NativeRender
 from densefeed.relabel.teacher import Teacher
+from densefeed.relabel.workers import label
 from densefeed.storage.images import Images
 from densefeed.system.devices import choose_device
 from densefeed.system.errors import UserError
@@ -174,7 +175,7 @@ def measure(folder: Path, benchmark: RelabelBenchmark, device: torch.device) -> 
 
     def run_ours(_: int) -> int:
         with redirect_stdout(io.StringIO()):
-            finish_pass(work, folder / "maps.h5")
+            label(work, folder / "maps.h5")
         return benchmark.images
 
     def run_peer(_: int) -> int:

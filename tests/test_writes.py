@@ -278,9 +278,8 @@ def inputs(run, folder, maps, packed, tmp_path_factory):
     sorted((root / "labels").rglob("*.pt"))[0].unlink()
     make("tools/score_maps.py", "convert", maps, "--form", "lossless", "--out", root / "small.h5")
     for index in range(2):
-        (root / str(index)).mkdir()
-        shard = label(folder, root / "teacher", root / str(index) / "maps.h5")
-        make(*shard, "--shard", f"{index}/2")
+        words = label(folder, root / "teacher", root / f"part-{index}")
+        make(*words, "--shard-images", 4, "--shard", f"{index}/2")
     for number in range(5):
         pixels = np.full((9, 9, 3), 20 * number, np.uint8)
         path = root / "pixels" / "train" / ("a", "b")[number % 2] / f"{number}.png"
@@ -294,7 +293,6 @@ def inputs(run, folder, maps, packed, tmp_path_factory):
     last = max(number for number, call in enumerate(calls, 1) if call.startswith("pwrite"))
     done = run(*words, folder=root / "half", at=last - 6, fault=errno.ENOSPC)
     assert done.code == 2, done.stderr
-    (root / "half" / "maps.h5.part").rename(root / "maps.h5.part")
     return root
 
 
@@ -334,20 +332,14 @@ def writers(inputs: Path, folder: Path, maps: Path, packed: tuple[Path, Path]) -
     labeled = label(folder, inputs / "teacher", "WORK/new/maps.h5")
     pack = "tools/pack_dataset.py", "--threads", 1, "--out", "WORK/new/train.beton", "--data"
     convert = "tools/score_maps.py", "convert"
+    merge = "tools/score_maps.py", "merge", inputs / "part-0", inputs / "part-1"
     audit = "tools/audit.py", inputs / "labeled.h5", "--data", folder
     explain = "tools/explain.py", inputs / "student", "--images", folder, "--device", "cpu"
     labels = "--data", folder, "--labels", inputs / "labels", "--teacher", "t", "--input-size", 96
     labels += "--footprint", "center-crop", "--missing", "label", "--threads", 1, "--no-audit"
 
-    def shards(*indices: int) -> Callable[[Path], None]:
-        def begin(work: Path) -> None:
-            for index in indices:
-                shutil.copy(inputs / str(index) / f"maps.shard-{index}-of-2.h5", work)
-
-        return begin
-
     def half_labeled(work: Path) -> None:
-        shutil.copy(inputs / "maps.h5.part", work)
+        shutil.copytree(inputs / "half" / "maps.h5.shards", work / "maps.h5.shards")
 
     def old_results(work: Path) -> None:
         (work / "results.csv").write_text("")
@@ -364,19 +356,13 @@ def writers(inputs: Path, folder: Path, maps: Path, packed: tuple[Path, Path]) -
         ),
         "label": Writer(labeled, ("new/maps.h5",)),
         "label, lossless": Writer((*labeled, "--form", "lossless"), ("new/maps.h5",)),
-        "label the last shard": Writer(
-            (*label(folder, inputs / "teacher", "WORK/maps.h5"), "--shard", "1/2"),
-            ("maps.h5",),
-            shards(0),
-        ),
         # A single shard: workers begin at a random one.
         "label as a worker": Writer(
             label(folder, inputs / "teacher", "WORK/new/maps"),
             ("new/maps/manifest.json", "new/maps/plan.json"),
         ),
-        "merge": Writer(
-            ("tools/score_maps.py", "merge", "WORK/maps.h5"), ("maps.h5",), shards(0, 1)
-        ),
+        "merge": Writer((*merge, "--out", "WORK/maps.h5"), ("maps.h5",)),
+        "merge into a folder": Writer((*merge, "--out", "WORK/maps"), ("maps/manifest.json",)),
         "convert to lossless": Writer(
             (*convert, maps, "--form", "lossless", "--out", "WORK/new/x.h5"), ("new/x.h5",)
         ),
@@ -439,7 +425,7 @@ def writers(inputs: Path, folder: Path, maps: Path, packed: tuple[Path, Path]) -
 # Faults in the suite; commands that need PyTorch's networks take too long for it.
 QUICK = {"store": 6}
 SLOW = (
-    *("label", "label, lossless", "label the last shard", "resume labeling", "merge"),
+    *("label", "label, lossless", "resume labeling", "merge", "merge into a folder"),
     "label as a worker",
     *(
         "pack",

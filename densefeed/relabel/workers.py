@@ -84,24 +84,28 @@ def label(
     URL. A shard with an image that cannot be read is left, and the error raised when no other shard
     is left. Raises UserError if `out` is of another labeling.
     """
+    images, header = work.images, work.header
     if not is_file_name(out):
-        return join_workers(work, out, shard_images, share, shows, seconds)
+        plan = plan_shards(images, header, shard_images)
+        return join_workers(work, out, plan, share, shows, seconds)
     if share != ALL:
         raise UserError(
             f"--shard writes a folder, which `python tools/score_maps.py merge` joins with others; "
             f"give --out {out.stem}"
         )
     if out.exists():
-        return reopen(out, work.header)
-    raw = replace(work, header=replace(work.header, form="raw"))
+        return reopen(out, header)
+    plan = plan_shards(images, replace(header, form="raw"), shard_images, work.batch)
     try:
-        join_workers(raw, shards_folder(out), shard_images, share, shows, seconds)
-    except UserError:
-        # Another worker has finished the file and removed the shards.
+        join_workers(work, shards_folder(out), plan, share, shows, seconds)
+        return write_file(out, header.form)
+    except (UserError, FileNotFoundError):
+        # Another worker has finished the file and removed the shards, of which this one may have
+        # begun one again.
         if not out.exists():
             raise
+        remove_shards(out)
         return None
-    return write_file(out, work.header.form)
 
 
 def reopen(out: Path, header: StoreHeader) -> ScoreMapStore:
@@ -117,10 +121,10 @@ def reopen(out: Path, header: StoreHeader) -> ScoreMapStore:
 
 
 def join_workers(
-    work: Pass, out: Path | ObjectURL, shard_images: int, share: Share, shows: bool, seconds: float
+    work: Pass, out: Path | ObjectURL, plan: Plan, share: Share, shows: bool, seconds: float
 ) -> ScoreMapStore | None:
-    """Label shards of the folder `out` that no other worker labels, as `label` does."""
-    objects, plan = open_objects(out), plan_shards(work.images, work.header, shard_images)
+    """Label those shards of `plan` into the folder `out` that no other worker labels."""
+    objects = open_objects(out)
     share_plan(objects, plan)
     shards = plan.shards[share.index :: share.of]
     drop_damaged_shards(objects, shards)

@@ -2,7 +2,6 @@
 
     python tools/score_maps.py verify maps.h5
     python tools/score_maps.py convert maps.h5 --form compact --out small.h5
-    python tools/score_maps.py merge maps.h5
 
 The bytes are described in FORMAT.md. HDF5 provides the layout, the names and the types. Every
 dataset is contiguous and allocated when the file is created. Rows are then written with `pwrite`
@@ -159,12 +158,6 @@ class ScoreMapStore:
         self.path = Path(path)
         self._file = file = open_rows(self.path)
         self.header, self.close = file.header, file.close
-        if self.header.shard:
-            index, count = self.header.shard[:2]
-            raise UserError(
-                f"{path} is shard {index} of {count} and not the whole dataset; "
-                "merge the shards with `python tools/score_maps.py merge OUT`"
-            )
         if undone := sum(int((done == 0).sum()) for _, done in file.blocks("done")):
             raise UserError(f"{path}: {undone} rows are not labeled; run the labeling again")
         self.labels, self.crcs, self.palette = map(file.read, ("label", "crc32", "palette"))

@@ -139,9 +139,16 @@ def shards_folder(out: Path) -> Path:
     return out.with_name(f"{out.name}.shards")
 
 
-def plan_shards(images: Images, header: StoreHeader, size: int) -> Plan:
-    """Divide images into shards of about `size` images each."""
+def plan_shards(images: Images, header: StoreHeader, size: int, batch: int = 0) -> Plan:
+    """Divide images into shards of about `size` images each.
+
+    With `batch`, shards begin at multiples of it, so that batches hold the same images as in one
+    pass over all: a convolution may add in another order for others.
+    """
     ranges = split_images(images.paths, size)
+    if batch:
+        count, even = len(images.paths), -(-size // batch) * batch
+        ranges = [range(first, min(first + even, count)) for first in range(0, count, even)]
     shards = []
     for rows in ranges:
         own = replace(header, fingerprint=images.fingerprint(rows, SIZED_FILES))

@@ -3,8 +3,7 @@
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -64,35 +63,20 @@ def finish(writer: ScoreMapWriter, out: Path, form: Form) -> None:
     writer.part.unlink()
 
 
-@contextmanager
-def lock_folder(folder: Path) -> Iterator[None]:
-    """Wait until no other process holds the folder, and hold it."""
-    with name_errors(folder):
-        descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        lock(descriptor, folder, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def write_file(out: Path, form: Form) -> ScoreMapStore | None:
     """Write the finished store in `shards_folder(out)` to the file `out`, and remove the folder.
 
-    The same rows give the same bytes. Returns None if another process has done it.
+    The same rows give the same bytes. Returns None if another process has done it meanwhile.
     """
     folder = shards_folder(out)
-    try:
-        with lock_folder(folder):
-            if out.exists():
-                return None
-            store = convert(ScoreMapStore(folder), out, form)
-            remove_shards(out)
-            return store
-    except FileNotFoundError:
+    # Not the folder itself, which NFS does not lock.
+    with name_errors(folder), open(folder / MANIFEST, "r+b") as file:
+        lock(file.fileno(), folder, fcntl.LOCK_EX)
         if out.exists():
             return None
-        raise
+        store = convert(ScoreMapStore(folder), out, form)
+        remove_shards(out)
+        return store
 
 
 def remove_shards(out: Path) -> None:

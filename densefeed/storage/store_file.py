@@ -52,16 +52,12 @@ class StoreHeader:
     fingerprint: str  # of the dataset, see images.py
     class_names: tuple[str, ...]  # of the dataset, in label order
     form: Form = "raw"  # encoding of a row
-    # For one shard of a dataset: its index, the number of shards, its first row, all rows.
-    shard: tuple[int, int, int, int] | None = None
 
     def to_json(self) -> str:
         """Encode as JSON. Version 1 has no `form` key, so version 1 files keep their bytes."""
         fields = asdict(self) | {"version": VERSIONS[self.form]}
         if self.form == "raw":
             del fields["form"]
-        if self.shard is None:
-            del fields["shard"]
         return json.dumps(fields)
 
     @classmethod
@@ -77,8 +73,6 @@ class StoreHeader:
             raise UserError(f"{where}: {problem}; label the images again")
         del values["version"]
         values["class_names"] = tuple(values["class_names"])
-        if "shard" in values:
-            values["shard"] = tuple(values["shard"])
         return cls(**values)
 
     def check(self, where: Path) -> None:
@@ -92,7 +86,7 @@ class StoreHeader:
     def check_same(self, other: "StoreHeader", where: Path) -> None:
         """Raise UserError, which names `where`, unless its header `other` equals this one."""
         # A cause is reported before its effects: another teacher often has another `side` too.
-        effects = "side", "num_classes", "shard"
+        effects = "side", "num_classes"
         for name, value in sorted(asdict(self).items(), key=lambda item: item[0] in effects):
             found = getattr(other, name)
             if found == value:
@@ -107,7 +101,7 @@ class StoreHeader:
 
 
 def find_header_fault(values: object) -> str | None:
-    """Describe what a header from JSON has that no store has; None if it has no fault."""
+    """Return what is invalid in a header from JSON; None if it has no fault."""
     if not isinstance(values, dict):
         return "its header is no dictionary"
     version, form = values.get("version"), values.get("form", "raw")
@@ -119,7 +113,7 @@ def find_header_fault(values: object) -> str | None:
     if (absent := values.get("absent")) not in ("tail", "zero-logit"):
         return f"absent is {shorten(absent)}, but must be tail or zero-logit"
     names = {field.name for field in fields(StoreHeader)}
-    if missing := sorted(names - {"form", "shard"} - values.keys()):
+    if missing := sorted(names - {"form"} - values.keys()):
         return f"its header lacks {missing[0]}"
     if unknown := sorted(values.keys() - names - {"version"}):
         return f"its header has an unknown entry {shorten(unknown[0])}"
@@ -134,17 +128,6 @@ def find_number_fault(values: dict) -> str | None:
     side, top_k, num_classes = (values[name] for name in ("side", "top_k", "num_classes"))
     if top_k > num_classes or side * side * top_k > MOST_ENTRIES:
         return f"maps of {side} x {side} cells of {top_k} of {num_classes} classes are impossible"
-    if "shard" not in values:
-        return None
-    shard = values["shard"]
-    if (
-        values.get("form", "raw") != "raw"
-        or not isinstance(shard, list)
-        or [type(number) for number in shard] != [int] * 4
-        or not 0 <= shard[0] < shard[1]
-        or not 0 <= shard[2] < shard[3]
-    ):
-        return f"shard {shorten(shard)} is impossible"
     return None
 
 
@@ -364,8 +347,6 @@ def check_schema(path: Path, header: StoreHeader, layout: Layout) -> dict[str, t
         problem = f"holds {shorten(unknown[0])}, which is no part of a store"
     elif not rows:
         problem = "holds no rows"
-    elif header.shard and header.shard[2] + rows > header.shard[3]:
-        problem = f"holds {rows} rows, more than shard {header.shard} can have"
     elif overlap(found):
         problem = "has datasets that overlap"
     else:

@@ -85,8 +85,6 @@ def parse_manifest(values: dict, path: Path | ObjectURL) -> Manifest:
     if problem := find_manifest_fault(values):
         raise UserError(f"{path}: {problem}; {REMEDY}")
     header = StoreHeader.from_json(json.dumps(values["header"]).encode(), path)
-    if header.shard:
-        raise UserError(f"{path}: its header is that of a shard; {REMEDY}")
     return Manifest(header, tuple(StoredShard(**shard) for shard in values["shards"]))
 
 

@@ -39,11 +39,6 @@ class Command(NamedTuple):
         # Training goes on in the folder that it is given.
         if "--out {file}" in self.text:
             return {out, file}
-        # Merging writes the file that it is given, keeps its `.part` to go on from, and removes the
-        # shards at the end.
-        if "merge {file}" in self.text:
-            part = file.with_name(f"{file.name}.part")
-            return {out, file.parent} if accepted else {out, file, part}
         return {out}
 
 
@@ -137,7 +132,7 @@ BOXES = (
     "tools.validate_explanations {student} --data {images}/train --boxes {file} "
     "--json {out}/maps.json",
 )
-MERGE = ("tools.score_maps merge {file}",)
+MERGE = ("tools.score_maps merge {file} {other} --out {out}/maps.h5",)
 JOINED = (*STORE, "tools.score_maps status {file}")
 
 
@@ -198,6 +193,6 @@ KINDS = {
     "arrays": Kind(6, damage_in_folder("arrays", "*/*.npy"), make_commands(TREE)),
     "real": Kind(3, damage_file("real.json"), make_commands(REAL)),
     "boxes": Kind(3, damage_in_folder("images", "boxes.json", "boxes.json"), make_commands(BOXES)),
-    "shards": Kind(4, damage_in_folder("shards", "*", "maps.h5"), make_commands(MERGE)),
+    "share": Kind(4, damage_in_folder("share", "**/*.*"), make_commands(MERGE)),
     "joined": Kind(8, damage_in_folder("joined", "**/*.*"), make_commands(JOINED)),
 }

@@ -33,8 +33,8 @@ COMMANDS = (
     "tools.pack_dataset --data images --maps maps.h5 --out train.beton",
     "tools.pack_dataset --data images --split val --out val.beton",
     "tools.export_labels --maps maps.h5 --out tree",
-    f"{RELABEL} --out shards/maps.h5 --shard 0/2",
-    f"{RELABEL} --out other/maps.h5 --shard 1/2",
+    f"{RELABEL} --out share --shard-images 2 --shard 0/2",
+    f"{RELABEL} --out other --shard-images 2 --shard 1/2",
     f"{RELABEL} --out joined --shard-images 2",
 )
 
@@ -47,8 +47,6 @@ def make_seeds(seeds: Path, run_command: Callable) -> None:
     for text in COMMANDS:
         done = run_command(text.split(), parts)
         assert done.code == 0, done.output
-    for path in (parts / "other").iterdir():
-        shutil.move(path, parts / "shards" / path.name)
     for path in sorted((parts / "tree").rglob("*.pt")):
         array = parts / "arrays" / path.relative_to(parts / "tree").with_suffix(".npy")
         array.parent.mkdir(parents=True, exist_ok=True)

@@ -176,7 +176,6 @@ ALTERED = {
     "version": lambda values: values.update(version=2),
     "missing header": lambda values: values.pop("header"),
     "header no dictionary": lambda values: values.update(header=[]),
-    "header of a shard": lambda values: values["header"].update(shard=[0, 2, 0, 22]),
     "other header": lambda values: values["header"].update(teacher="another"),
     "no shards": lambda values: values.update(shards=[]),
     "shards no list": lambda values: values.update(shards={}),

@@ -15,14 +15,17 @@ from contextlib import closing, nullcontext
 import torch
 import tyro
 
+from densefeed.objectives import check_unused
 from densefeed.recipes import RECIPES
+from densefeed.step import Step
 from densefeed.system import errors
 from densefeed.system.devices import peak_memory, synchronize
 from densefeed.system.malloc import tune_malloc
 from densefeed.system.provenance import write_json
 from densefeed.training.build import flops_shares
 from densefeed.training.captured_update import choose_update
-from densefeed.training.config import Config, check_recipe, check_unused
+from densefeed.training.compile import compile_step
+from densefeed.training.config import Config, check_recipe
 from densefeed.training.dry_run import dry_run
 from densefeed.training.evaluation import evaluate_sync
 from densefeed.training.guards import explain_oom, signal_handler
@@ -37,9 +40,8 @@ from densefeed.training.monitor import TrainMonitor
 from densefeed.training.ranks import StopVote, init_distributed, raise_on_rank0
 from densefeed.training.run_folder import lock_run_folder
 from densefeed.training.schedule import learning_rate
-from densefeed.training.setup import Run, is_evaluated, setup_run
+from densefeed.training.setup import Run, setup_run
 from densefeed.training.speed import RunClock, mean_flops_share
-from densefeed.training.step_inputs import StepInputs
 from densefeed.training.student import update
 
 
@@ -65,66 +67,90 @@ def train(config: Config) -> dict:
 
 def train_loop(run: Run, signal_name: Callable[[], str]) -> dict:
     """Do the remaining steps on this rank; `signal_name` names the signal that asks it to stop."""
-    config, ranks, loader, student, step = run.config, run.ranks, run.loader, run.student, run.step
-    options, epochs, per_epoch = config.run, config.optim.total_epochs, len(loader)
-    inputs = StepInputs(config, ranks, loader, run.objective, student.trainable, run.dtype)
-    monitor = TrainMonitor(config, ranks, student, inputs, run.seen, run.skips)
-    do_update = choose_update(options.compile, ranks, update)
-    if ranks.is_first:
+    config, student, done, per_epoch = run.config, run.student, run.done, len(run.loader)
+    options, optim, result = config.run, config.optim, {}
+    step = build_step(run)
+    monitor = TrainMonitor(student, step, run.ranks, options.out, run.seen, run.skips)
+    do_update = choose_update(options.compile, run.ranks, update)
+    if run.ranks.is_first:
         write_run_header(run)
-    shares = flops_shares(config, run.objective, loader.num_classes, ranks, run.dtype)
-    clock, vote, result = RunClock(step, run.spent), StopVote(ranks), {}
-    evaluated = not run.evaluate_first
+    passes = 2 if optim.sam_rho else 1
+    classes = run.loader.num_classes
+    shares = flops_shares(run.spec, run.objective, classes, passes, run.ranks, run.dtype)
+    clock, vote = RunClock(done, run.spent), StopVote(run.ranks)
     opened = open_log(
-        options.out, step, run.steps, config.to_dict(), options.wandb, ranks.is_first, evaluated
+        options.out,
+        done,
+        run.steps,
+        config.to_dict(),
+        options.wandb,
+        enabled=run.ranks.is_first,
+        evaluated=not run.evaluate_first,
     )
-    with opened as log, explain_oom(config.optim.microbatch, str(options.out)):
+    with opened as log, explain_oom(optim.microbatch, str(options.out)):
         if run.evaluate_first:
-            result = evaluate(run, inputs, log, step)
-        for epoch in range(step // per_epoch, epochs):
+            result = evaluate(run, step, log, done)
+        for epoch in range(done // per_epoch, optim.total_epochs):
             # The evaluation leaves the model in evaluation mode.
-            student.trainable.train(not config.model.frozen_statistics)
-            for parts in inputs.batches(epoch, step % per_epoch, clock.time_data):
-                at = step % per_epoch
-                # Maps are checked on the CPU, which waits, so only in the first step.
-                if step == run.step:
-                    inputs.check_sync(parts)
-                student.set_rate(learning_rate(config.optim, step, per_epoch))
-                losses = inputs.losses(student.network, parts, epoch, at)
-                loss, norm = do_update(student, ranks, step, losses)
+            student.train()
+            for batch in step.batches(epoch, done % per_epoch, clock.time_data):
+                student.set_rate(learning_rate(optim, done, per_epoch))
+                losses = step.losses(student.network, batch)
+                loss, norm = do_update(student, run.ranks, done, losses)
                 monitor.add(loss)
-                step += 1
-                if step == run.step + 1 and options.compile != "never" and ranks.is_first:
-                    synchronize(ranks.device)
-                    seconds = clock.total()[0] - run.spent[0]
-                    print(f"first step, compilation included: {seconds:.1f} s", flush=True)
-                if step % options.log_every == 0:
-                    log_interval(run, monitor, clock, log, step, norm, shares)
+                done += 1
+                if done == run.done + 1 and options.compile != "never":
+                    report_compilation_sync(run, clock)
+                if done % options.log_every == 0:
+                    log_interval(run, monitor, clock, log, done, norm, shares)
                 log.advance(1)
                 # Several ranks learn of a signal a step late, but all after the same step.
                 stop = vote(bool(signal_name()))
-                if at + 1 < per_epoch and (stop or (at + 1) % options.save_every == 0):
-                    save(run, monitor, clock, step)
+                if done % per_epoch and (stop or done % per_epoch % options.save_every == 0):
+                    save(run, monitor, clock, done)
                 if stop:
                     break
-            if step % per_epoch:
+            if done % per_epoch:
                 break
             # Saving comes before the evaluation, so that a run killed in it has lost nothing.
-            save(run, monitor, clock, step)
-            if is_evaluated(config, epoch + 1):
-                result = evaluate(run, inputs, log, step)
+            save(run, monitor, clock, done)
+            if run.is_evaluated(epoch + 1):
+                result = evaluate(run, step, log, done)
             # Saving and evaluating do not count in the next rate.
-            clock.restart(step)
+            clock.restart(done)
             if vote(bool(signal_name())):
                 break
-        if step < run.steps:
-            if ranks.is_first:
-                print(
-                    f"{options.out}: stopped after step {step} of {run.steps}, all saved; the same "
-                    "command with --resume auto continues"
-                )
-            return {}
-        return finish(run, result, clock)
+        if done == run.steps:
+            return finish(run, result, clock)
+        if run.ranks.is_first:
+            print(
+                f"{options.out}: stopped after step {done} of {run.steps}, all saved; the same "
+                "command with --resume auto continues"
+            )
+        return {}
+
+
+def build_step(run: Run) -> Step:
+    """Build what turns the batches of a run into losses."""
+    config, trainable = run.config, run.student.trainable
+    return Step(
+        run.loader,
+        trainable,
+        run.objective,
+        config.augment,
+        dtype=run.dtype,
+        compute=compile_step(config.run.compile, trainable, config.model.drop_path_form),
+        maps_on_device=config.data.maps_on_device,
+        maps_name=config.data.maps_name,
+    )
+
+
+def report_compilation_sync(run: Run, clock: RunClock) -> None:
+    """Print the time of the first step; rank 0 waits for the device."""
+    if run.ranks.is_first:
+        synchronize(run.ranks.device)
+        seconds = clock.total()[0] - run.spent[0]
+        print(f"first step, compilation included: {seconds:.1f} s", flush=True)
 
 
 def log_interval(
@@ -187,25 +213,21 @@ def save(run: Run, monitor: TrainMonitor, clock: RunClock, step: int) -> None:
     run.kept.save(run.student.state() | about, step)
 
 
-def evaluate(run: Run, inputs: StepInputs, log: RunLog, step: int) -> dict:
-    """Evaluate model, EMA and agent on the validation set; return and log their metrics."""
-    student, normalize, result = run.student, inputs.augmentation.normalize, {}
-    run.ranks.average(student.averaged)
-    ema = student.ema.module if student.ema else None
-    for suffix, model in (("", student.model), ("_ema", ema), ("_agent", student.agent)):
-        if model:
-            metrics = evaluate_sync(
-                model, run.val, normalize, run.ranks, run.dtype, log.show_progress
-            )
-            result |= metrics.named(suffix)
+def evaluate(run: Run, step: Step, log: RunLog, done: int) -> dict:
+    """Evaluate all networks of the student on the validation set; return and log their metrics."""
+    normalize, result = step.augmentation.normalize, {}
+    run.ranks.average(run.student.averaged)
+    for suffix, model in run.student.evaluated.items():
+        metrics = evaluate_sync(model, run.val, normalize, run.ranks, run.dtype, log.show_progress)
+        result |= metrics.named(suffix)
     count = run.val.plan.num_samples
     result |= {"images": metrics.images, "unreadable": count - metrics.images}
-    log.write("val", step, step / len(run.loader), result)
+    log.write("val", done, done / len(run.loader), result)
     log.text = describe_accuracy(result)
     log.advance(0)
     if run.ranks.is_first:
         # By the weights that commands load from it by default.
-        run.kept.rate(step, result.get("top1_ema", result["top1"]))
+        run.kept.rate(done, result.get("top1_ema", result["top1"]))
     return result
 
 

@@ -67,7 +67,7 @@ def objective_for(config: Config) -> Objective:
 
 
 def model_for(config: Config, num_classes: int = 2) -> nn.Module:
-    return build_model(config, objective_for(config), num_classes)[0]
+    return build_model(config.model, config.data, objective_for(config), num_classes)[0]
 
 
 def wrap(config: Config, model: nn.Module, num_classes: int = 2) -> nn.Module:
@@ -83,7 +83,8 @@ def label_images(
 
 
 def train_loader(config: Config) -> ThreadedLoader:
-    return open_loader(config, objective_for(config), "train")
+    objective = objective_for(config)
+    return open_loader(config.data, config.optim, config.run.seed, objective, "train")
 
 
 class FirstBatch(NamedTuple):

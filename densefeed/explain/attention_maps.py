@@ -1,4 +1,4 @@
-"""Maps of one layer's attention: the pictures of DHVT and Bootstrapping ViTs.
+"""Maps of one layer's attention: the pictures of DHVT and of arXiv 2112.03552.
 
 The matrix of DHVT's Figures 3 to 5 (a) and 7, averaged over heads, is `record.weights.mean(1)`.
 """

@@ -1,4 +1,4 @@
-"""Intermediate features of transformers and CNNs as pictures (Bootstrapping ViTs, Tables 10, 11).
+"""Intermediate features of transformers and CNNs as pictures (arXiv 2112.03552, Tables 10, 11).
 
 The tables do not say how they were drawn: here each channel is a map, in units of standard
 deviations of all channels together.

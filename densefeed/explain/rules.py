@@ -16,7 +16,7 @@ Ours, for layers that the method does not have: convolutions, means and average 
 layers with their kernels; BatchNorm in evaluation, layer scale and other constant factors pass
 relevance on, like the affine part of LayerNorm; products of two tensors follow the rule of products
 (a sigmoid passes, so that QuickGELU passes too); entmax passes like softmax; statistics of a
-norm that is written out (DRLoc's CvT) are constants.
+norm that is written out (in cvt.py) are constants.
 """
 
 from collections.abc import Callable, Iterator

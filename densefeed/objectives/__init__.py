@@ -1,52 +1,71 @@
 """Objectives: what a run can be trained for, one method per file.
 
-`--objective` names one of OBJECTIVES. `--drloc` and `--bootstrap` wrap it.
+`--objective` names one of OBJECTIVES. Each of METHODS wraps it where an option switches it on. The
+section `objective` of a run's options holds the options of all of them.
 """
 
-from dataclasses import dataclass, field
-from typing import Annotated, TypeVar
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, make_dataclass
+from functools import cache
+from typing import Annotated, Any, TypeVar
 
 from tyro.conf import arg
 
-from densefeed.objectives.base import Objective, ObjectiveOptions, Setting
-from densefeed.objectives.bootstrapping import BootstrapOptions, Bootstrapping
+from densefeed.objectives.base import Method, Objective, Setting
+from densefeed.objectives.bootstrapping import Bootstrapping
 from densefeed.objectives.ce import CrossEntropy
-from densefeed.objectives.drloc import DRLoc, DRLocOptions
+from densefeed.objectives.drloc import DRLoc
 from densefeed.objectives.relabel import ReLabel
-from densefeed.objectives.token_labeling import TokenLabeling, TokenLabelingOptions
+from densefeed.objectives.token_labeling import TokenLabeling
 from densefeed.system.errors import UserError
-from densefeed.system.options import Options
+from densefeed.system.options import Options, flag, leaves, unused_leaves
 
 Registered = TypeVar("Registered", bound=type[Objective])
 OBJECTIVES: dict[str, type[Objective]] = {}
+METHODS: dict[str, type[Method]] = {}
 
 
-def register(objective: Registered) -> Registered:
-    """Make an objective known by its `name`; usable as a decorator. ValueError if it is taken."""
-    if objective.name in OBJECTIVES:
-        raise ValueError(f"there is an objective {objective.name!r} already")
-    OBJECTIVES[objective.name] = objective
-    return objective
+def register(kind: Registered) -> Registered:
+    """Make an objective or a method known by its `name`; usable as a decorator.
+
+    ValueError if the name is taken.
+    """
+    if kind.name in OBJECTIVES | METHODS:
+        raise ValueError(f"there is an objective {kind.name!r} already")
+    (METHODS if issubclass(kind, Method) else OBJECTIVES)[kind.name] = kind
+    return kind
 
 
-for builtin in (CrossEntropy, ReLabel, TokenLabeling):
+for builtin in (CrossEntropy, ReLabel, TokenLabeling, DRLoc, Bootstrapping):
     register(builtin)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Objectives(Options):
-    """The section `objective` of a run's options."""
+    """The section `objective` of a run's options; `complete` adds those of what is registered."""
 
     # ce: image labels; relabel: dense label of the crop; token-label: dense label of every token
     name: Annotated[str, arg(name="objective")] = "token-label"
-    # options of --objective token-label
-    token_labeling: TokenLabelingOptions = field(default_factory=TokenLabelingOptions)
-    # DRLoc (arXiv 2106.03746), a loss beside that of the objective
-    drloc: DRLocOptions = field(default_factory=DRLocOptions)
-    # Bootstrapping ViTs (arXiv 2112.03552), an agent CNN trained beside the transformer
-    bootstrap: BootstrapOptions = field(default_factory=BootstrapOptions)
-    # options of an objective that is registered from outside the package
-    own: ObjectiveOptions = field(default_factory=ObjectiveOptions)
+
+
+@cache
+def make_section(kinds: tuple[type[Objective], ...]) -> type[Objectives]:
+    """Make the class of the section `objective` with the options of these objectives."""
+    own = [(k.section_name(), k.own, field(default_factory=k.own)) for k in kinds if k.own]
+    return make_dataclass("Objectives", own, bases=(Objectives,), frozen=True, kw_only=True)
+
+
+def complete(section: Objectives) -> Any:
+    """Return the section with the options of all that is registered by now."""
+    kind = make_section((*OBJECTIVES.values(), *METHODS.values()))
+    given = {one.name: getattr(section, one.name) for one in fields(section)}
+    known = {one.name for one in fields(kind)}
+    return kind(**{name: value for name, value in given.items() if name in known})
+
+
+def active_methods(section: Objectives) -> Iterable[type[Method]]:
+    """Yield the methods that the section `objective` switches on."""
+    return (kind for kind in METHODS.values() if kind.is_on(kind.read_options(section)))
 
 
 def build_objective(setting: Setting) -> Objective:
@@ -56,17 +75,29 @@ def build_objective(setting: Setting) -> Objective:
         raise UserError(
             f"--objective {options.name} is unknown; choose one of {', '.join(OBJECTIVES)}"
         )
-    kind = OBJECTIVES[options.name]
-    if not isinstance(options.own, kind.own):
+    objective, wraps = OBJECTIVES[options.name](setting), list(active_methods(options))
+    if len(wraps) > 1:
         raise UserError(
-            f"--objective {options.name} has options of its own, {kind.own.__name__}; choose a "
-            "recipe that has them"
+            f"--{wraps[0].name} and --{wraps[1].name} cannot be combined: each trains a model with "
+            "additions of its own, and no paper defines both; give one of the two options"
         )
-    objective = kind(setting)
-    # Both wrap any objective; Bootstrapping.check refuses them together.
-    if options.drloc.variant != "none":
-        objective = DRLoc(setting, objective)
-    if options.bootstrap.mode != "none":
-        objective = Bootstrapping(setting, objective)
+    for kind in wraps:
+        objective = kind(setting, objective)
     objective.check()
     return objective
+
+
+def check_unused(options: Any, defaults: Any) -> None:
+    """Raise UserError for an option unlike its default that has no effect beside the others.
+
+    Both are nested options with a section `objective`. Defaults may have no effect: a recipe with
+    its method switched off is its own baseline.
+    """
+    values, before = dict(leaves(options)), dict(leaves(defaults))
+    # An unknown name is refused where the objective is built.
+    objective = OBJECTIVES.get(options.objective.name, Objective)
+    for name, needed in (objective.unused | unused_leaves(options)).items():
+        if values[name] != before[name]:
+            raise UserError(
+                f"{flag(name)} has no effect without {needed}; remove it, or give {needed}"
+            )

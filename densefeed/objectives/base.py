@@ -1,12 +1,11 @@
 """Objective: what a run trains for. One method is one class, in one file.
 
-An objective defines its inputs (score maps, a head on every token), its additions to the model, and
-the loss of a step. The training loop depends on nothing else of a method. `register` adds an
-objective to `--objective`; docs/extending.md has an example.
+An objective defines its inputs (score maps, a head on every token), its additions to the model, its
+options, and the loss of a step. A `Method` does so around another objective. The training loop
+depends on nothing else of a method. `register` adds one; docs/extending.md has examples.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -38,11 +37,6 @@ from densefeed.system.options import Options
 Place = Callable[[nn.Module], nn.Module]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ObjectiveOptions(Options):
-    """Base of the options of an objective that is registered from outside the package."""
-
-
 class Setting(NamedTuple):
     """The parts of a run that an objective depends on."""
 
@@ -64,6 +58,39 @@ class StepContext(NamedTuple):
     mask: Tensor | None = None  # `token_mask` of `mix`, where the caller has it
 
 
+class WrappedModel(nn.Module):
+    """What a method trains: a module that holds the model and what is trained beside it.
+
+    A checkpoint has the state of every child but the model under the name of the child.
+    """
+
+    @property
+    def networks(self) -> tuple[nn.Module, ...]:
+        """The networks that take images, the model first."""
+        raise NotImplementedError
+
+    @property
+    def evaluated(self) -> dict[str, nn.Module]:
+        """Networks that are evaluated beside the model, by their names in metrics (`top1_NAME`)."""
+        return {}
+
+    @property
+    def aliases(self) -> list[Tensor]:
+        """Tensors that share the memory of parameters and have gradients of their own."""
+        return []
+
+    def combine_gradients(self, average: Callable[[list[Tensor]], None]) -> None:
+        """Change the gradients of a step before they are clipped, without waiting.
+
+        DDP has averaged those of the parameters over ranks; `average` does so for others, in place.
+        """
+
+
+def get_networks(trainable: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the networks in what a run trains, the model first."""
+    return trainable.networks if isinstance(trainable, WrappedModel) else (trainable,)
+
+
 def token_mask(mix: Mix, grid: Grid) -> Tensor:
     """Mark the tokens that MixToken takes from the mixing partner, bool `[R, C]`."""
     # MixToken's box has its sides between tokens, so every cell of the map is 0 or 1.
@@ -74,11 +101,13 @@ class Objective:
     """Base of all objectives: the loss of the class token alone.
 
     Class attributes:
-        name: what `--objective` calls it.
+        name: what `--objective` calls it; of a method the option that switches it on.
         needs_score_maps: whether batches must carry score maps.
         needs_tokens: whether the model must have a head on every token.
         adds_network: whether it trains a network beside the model from scratch.
-        own: the class of the options of its own, if it has any.
+        own: the class of its own options, which become options of every run, if it has any. An
+            instance has those of its run as the attribute `options`.
+        section: the name of these options in config.json; by default `name`, with underscores.
         unused: options that it does not read, by name, and what does (`Options.unused`).
     """
 
@@ -86,11 +115,27 @@ class Objective:
     needs_score_maps: bool = False
     needs_tokens: bool = False
     adds_network: bool = False
-    own: type[ObjectiveOptions] = ObjectiveOptions
+    own: type[Options] | None = None
+    section: str = ""
     unused: ClassVar[dict[str, str]] = {}
 
     def __init__(self, setting: Setting) -> None:
-        self.setting = setting
+        self.setting, self.options = setting, self.read_options(setting.options)
+
+    @classmethod
+    def section_name(cls) -> str:
+        """Return the name of its options in the section `objective`."""
+        return cls.section or cls.name.replace("-", "_")
+
+    @classmethod
+    def read_options(cls, section: Any) -> Any:
+        """Return its own options from the section `objective`, None if it has none."""
+        return getattr(section, cls.section_name()) if cls.own else None
+
+    @property
+    def flag(self) -> str:
+        """The option that chooses it, for messages."""
+        return f"--objective {self.name}"
 
     def check(self) -> None:
         """Raise UserError where options of the run contradict this objective."""
@@ -101,12 +146,11 @@ class Objective:
         `twin` is the model on the meta device, which computes shapes alone.
         """
 
-    def wrap(self, model: nn.Module, num_classes: int, place: Place) -> nn.Module:
-        """Return all that is trained: the model, or a module that holds it and what is added.
+    def wrap(self, model: nn.Module, num_classes: int, place: Place) -> nn.Module | WrappedModel:
+        """Return all that is trained: the model, or one that is wrapped with what is added.
 
         `place` moves a new network to the model's device. Raises UserError where the model cannot
-        be trained so. A returned module other than the model has a property `networks`, the model
-        first, and may have a method `combine_gradients`.
+        be trained so.
         """
         return model
 
@@ -131,6 +175,36 @@ class Objective:
             return {}
         mask_PP = token_mask(step.mix, step.grid) if step.mask is None else step.mask
         return {"mix_PP": mask_PP}
+
+
+class Method(Objective):
+    """Base of methods that train around another objective, `base`, which `--objective` names.
+
+    Its options have one that switches it on.
+    """
+
+    def __init__(self, setting: Setting, base: Objective) -> None:
+        super().__init__(setting)
+        self.base = base
+        self.needs_score_maps, self.needs_tokens = base.needs_score_maps, base.needs_tokens
+
+    @staticmethod
+    def is_on(options: Any) -> bool:
+        """Return whether these options, of the class `own`, switch the method on."""
+        raise NotImplementedError
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name}"
+
+    def check(self) -> None:
+        self.base.check()
+
+    def inputs(self, plan: EpochPlan, epoch: int, batch: Batch) -> Any:
+        return self.base.inputs(plan, epoch, batch)
+
+    def loss(self, output: Any, batch: Batch, step: StepContext) -> Tensor:
+        return self.base.loss(output, batch, step)
 
 
 class DenseObjective(Objective):

@@ -19,7 +19,7 @@ from tyro.conf import arg
 
 from densefeed.models.agent_cnn import AgentCNN, make_agent, read_shared, vit_spec
 from densefeed.models.token_transformer import TokenFeatures, TokenLogits, to_tokens
-from densefeed.objectives.base import Objective, Place, Setting, StepContext
+from densefeed.objectives.base import Method, Place, StepContext, WrappedModel
 from densefeed.objectives.losses import weighted_mean
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.plan import EpochPlan
@@ -43,7 +43,7 @@ class JointOutput(NamedTuple):
     maps: list[Tensor]  # [N, D, Y, X] of the same blocks, before any halving
 
 
-class JointModel(nn.Module):
+class JointModel(WrappedModel):
     """A transformer and its agent CNN as one network; forward returns `JointOutput`.
 
     Args:
@@ -68,6 +68,16 @@ class JointModel(nn.Module):
     def networks(self) -> tuple[nn.Module, nn.Module]:
         """The transformer and the agent."""
         return self.vit, self.agent
+
+    @property
+    def evaluated(self) -> dict[str, nn.Module]:
+        """The agent."""
+        return {"agent": self.agent}
+
+    @property
+    def aliases(self) -> list[Tensor]:
+        """The weights that the agent shares."""
+        return self.agent.shared_tensors()
 
     def no_weight_decay(self) -> set[str]:
         """Return the exceptions of the transformer: its tables."""
@@ -96,7 +106,7 @@ class JointModel(nn.Module):
         # receive any of the agent's.
         blocks = read_shared(self.vit, lambda weight: weight.grad)
         owns = [gradient for block in blocks for gradient in block if gradient is not None]
-        shared = self.agent.shared_tensors()
+        shared = self.aliases
         agents = [lent.grad for lent in shared]
         average(agents)
         if self.align == "global":
@@ -253,25 +263,19 @@ def parse_agent_arguments(words: Sequence[str]) -> dict[str, object]:
     return given
 
 
-class Bootstrapping(Objective):
+class Bootstrapping(Method):
     """`--bootstrap`: equations 6 to 9, around another objective for each of the two networks."""
 
-    name = "bootstrap"
+    name, own = "bootstrap", BootstrapOptions
     adds_network = True
 
-    def __init__(self, setting: Setting, base: Objective) -> None:
-        super().__init__(setting)
-        self.base, self.options = base, setting.options.bootstrap
-        self.needs_score_maps, self.needs_tokens = base.needs_score_maps, base.needs_tokens
+    @staticmethod
+    def is_on(options: BootstrapOptions) -> bool:
+        return options.mode != "none"
 
     def check(self) -> None:
-        self.base.check()
+        super().check()
         options = self.options
-        if self.setting.options.drloc.variant != "none":
-            raise UserError(
-                "--drloc and --bootstrap cannot be combined: DRLoc reads the last map of one "
-                "network, and no paper defines which of the two; give one of the two options"
-            )
         if self.setting.mix.mixtoken:
             raise UserError(
                 "--bootstrap: MixToken exchanges tokens, which an agent CNN does not have, so the "
@@ -371,7 +375,7 @@ class Bootstrapping(Objective):
         linear = self.options.feature_decay == "linear"
         factor = torch.tensor(1 - epoch / self.setting.epochs if linear else 1.0)
         factor = send(factor, batch.image.device)
-        return factor, self.base.inputs(plan, epoch, batch)
+        return factor, super().inputs(plan, epoch, batch)
 
     def loss(self, output: JointOutput, batch: Batch, step: StepContext) -> Tensor:
         """Sum the loss of each network, mutual distillation and the feature loss.

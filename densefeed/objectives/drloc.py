@@ -19,19 +19,21 @@ from tyro.conf import arg
 from densefeed.models.block_maps import forward_block_maps, forward_merged_maps
 from densefeed.models.patch_dropout import refuse_patch_dropout
 from densefeed.models.token_transformer import Grid, to_map
-from densefeed.objectives.base import Objective, Place, Setting, StepContext
+from densefeed.objectives.base import Method, Place, StepContext, WrappedModel
 from densefeed.objectives.losses import weighted_mean
 from densefeed.pipelines.batch import Batch
-from densefeed.pipelines.pairs import Pairs, draw_pairs
-from densefeed.pipelines.plan import EpochPlan
+from densefeed.pipelines.philox import philox_on_device
+from densefeed.pipelines.plan import PAIRS, EpochPlan
 from densefeed.pipelines.shapes import Shape, split_grid
 from densefeed.system.errors import UserError, first_line
-from densefeed.system.options import Bounds, Count, NonNegative, NonNegativeInt, Options, leaves
+from densefeed.system.options import Bounds, NonNegative, NonNegativeInt, Options, leaves
 
 # N images   D width   R x C a grid, rows and columns   T = R C tokens   M pairs per image
 # B classes of offsets in ce and reg
 
 Variant = Literal["l1", "signed", "ce", "reg", "all"]
+# Pairs of tokens of each image, as in the paper.
+PAIRS_PER_IMAGE = 64
 # Epochs in which the published code raises the weight of the loss. The paper mentions no schedule.
 RISING_EPOCHS = 20
 ALPHA = 1e-3  # of equation 6
@@ -81,6 +83,29 @@ def pool_map(map_NDRC: Tensor, factor: int) -> Tensor:
     if factor == 1:
         return map_NDRC
     return F.avg_pool2d(map_NDRC, 2 * factor - 1, factor, factor - 1, count_include_pad=False)
+
+
+class Pairs(NamedTuple):
+    """The pairs of one step and the weight of their loss."""
+
+    # int64 [N, M, 4], 32 random bits each: row and column of the first place, of the second
+    words: Tensor
+    weight: Tensor  # float32 [], lambda: the weight of the loss
+
+
+def draw_pairs(plan: EpochPlan, epoch: int, batch: Batch, count: int, weight: float) -> Pairs:
+    """Draw `count` pairs for each image of a batch on its device, without a host sync.
+
+    They depend on (seed, epoch, sample id, repeat) alone. A batch of 1,024 images needs 262,144
+    numbers a step, and their counters are sample ids, which are on the device already.
+    """
+    device = batch.index.device
+    # The word of EpochPlan.draws: the stream below, the repeat in the upper 16 bits.
+    kind = (batch.repeat << 16 | PAIRS)[:, None]
+    words = philox_on_device(
+        plan.seed, (epoch, batch.index[:, None], kind, torch.arange(count, device=device))
+    )
+    return Pairs(words, torch.full((), weight, device=device))
 
 
 def select_positions(words_NM4: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
@@ -299,7 +324,7 @@ def choose_maps(
     return forward_last_map if before_norm else None
 
 
-class LocalizedModel(nn.Module):
+class LocalizedModel(WrappedModel):
     """A timm model with a `LocalizationLoss` on its last map, or on all, in one forward pass.
 
     Args:
@@ -402,8 +427,6 @@ class DRLocOptions(Options):
     variant: Annotated[Literal["none", Variant], arg(name="drloc")] = "none"
     # weight of the localization loss, lambda of the paper
     weight: Annotated[NonNegative, arg(name="drloc-weight")] = 0.5
-    # pairs of tokens per image
-    pairs: Annotated[Count, arg(name="drloc-pairs")] = 64
     # rows to which the grid of tokens is pooled for the localization loss; 0: no pooling
     grid: Annotated[NonNegativeInt, arg(name="drloc-grid")] = 7
     # neurons of each hidden layer of the localization heads; the paper also has 256 and 1024
@@ -417,25 +440,24 @@ class DRLocOptions(Options):
         return {name: "--drloc" for name, _ in leaves(self) if name != "drloc"}
 
 
-class DRLoc(Objective):
+class DRLoc(Method):
     """`--drloc`: adds the localization loss to another objective."""
 
-    name = "drloc"
+    name, own = "drloc", DRLocOptions
 
-    def __init__(self, setting: Setting, base: Objective) -> None:
-        super().__init__(setting)
-        self.base, self.options = base, setting.options.drloc
-        self.needs_score_maps, self.needs_tokens = base.needs_score_maps, base.needs_tokens
+    @staticmethod
+    def is_on(options: DRLocOptions) -> bool:
+        return options.variant != "none"
 
     def check(self) -> None:
-        self.base.check()
+        super().check()
         if self.options.variant == "all" and self.setting.mix.mixtoken:
             raise UserError(
                 "--drloc all reads the tokens of every block, which models return only without "
                 "MixToken; give --no-mixtoken"
             )
 
-    def wrap(self, model: nn.Module, num_classes: int, place: Place) -> nn.Module:
+    def wrap(self, model: nn.Module, num_classes: int, place: Place) -> WrappedModel:
         options = self.options
         try:
             heads = LocalizedModel(
@@ -459,8 +481,8 @@ class DRLoc(Objective):
         return heads.to(next(model.parameters()).device)
 
     def inputs(self, plan: EpochPlan, epoch: int, batch: Batch) -> tuple[Pairs, Any]:
-        pairs = draw_pairs(plan, epoch, batch, self.options.pairs, self.weight(epoch))
-        return pairs, self.base.inputs(plan, epoch, batch)
+        pairs = draw_pairs(plan, epoch, batch, PAIRS_PER_IMAGE, self.weight(epoch))
+        return pairs, super().inputs(plan, epoch, batch)
 
     def forward(
         self, network: nn.Module, image: Tensor, batch: Batch, step: StepContext
@@ -471,7 +493,7 @@ class DRLoc(Objective):
     def loss(self, output: LocalizedOutput, batch: Batch, step: StepContext) -> Tensor:
         pairs, inputs = step.inputs
         # The base reads its own inputs, which `inputs` stored behind the pairs.
-        base = self.base.loss(output.output, batch, step._replace(inputs=inputs))
+        base = super().loss(output.output, batch, step._replace(inputs=inputs))
         return base + pairs.weight * output.loss
 
     def weight(self, epoch: int) -> float:

@@ -24,7 +24,8 @@ class TokenLabeling(DenseObjective):
 
     name = "token-label"
     needs_tokens = True
+    own, section = TokenLabelingOptions, "token_labeling"
 
     def loss(self, output: TokenLogits | TokenFeatures, batch: Batch, step: StepContext) -> Tensor:
-        weight = self.setting.options.token_labeling.token_weight
-        return token_labeling_loss(output, *self.targets(batch, step), weight)
+        targets = self.targets(batch, step)
+        return token_labeling_loss(output, *targets, self.options.token_weight)

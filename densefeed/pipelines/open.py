@@ -125,6 +125,11 @@ class DataOptions(Options):
         return bool(self.sizes or self.multi_scale or self.aspects)
 
     @property
+    def maps_name(self) -> Location:
+        """Where the score maps of the training set are, for messages."""
+        return self.score_maps or self.train
+
+    @property
     def size_option(self) -> str:
         """The option that sets the shapes of inputs, as a remedy in messages."""
         if self.aspects:

@@ -55,8 +55,8 @@ from densefeed.system.terminal import print
 if TYPE_CHECKING:
     from timm.data.readers.reader import Reader
 
-# Classes, and images of each split. Sources: DHVT, Table 6; DRLoc, Section 5 (Flowers: train and
-# val together, evaluated on test); the web page of SVHN.
+# Classes, and images of each split. Sources: DHVT, Table 6; arXiv 2106.03746, Section 5 (Flowers:
+# train and val together, evaluated on test); the web page of SVHN.
 DOMAIN_CLASSES = 345
 DOMAINS = {  # train, test
     "clipart": (33_525, 14_604),
@@ -575,7 +575,7 @@ def select_share(root: Path, percent: str, split: str) -> Listed:
     """Select round(n x percent / 100) images, at least one, of every class of n.
 
     They are drawn by a generator whose seed is the class id, as in the published code of
-    Bootstrapping ViTs (with another generator), and kept in the folder's order.
+    arXiv 2112.03552 (with another generator), and kept in the folder's order.
     """
     try:
         share = float(percent) / 100

@@ -93,7 +93,7 @@ class Options:
     def unused(self) -> dict[str, str]:
         """Return the leaves that these values leave without effect, and what would give them one.
 
-        Both as on the command line, the leaf with underscores: `{"drloc_pairs": "--drloc"}`.
+        Both as on the command line, the leaf with underscores: `{"momentum": "--optimizer sgd"}`.
         """
         return {}
 

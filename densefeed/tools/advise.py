@@ -32,12 +32,13 @@ from densefeed.models.checkpoints import ModelSpec
 from densefeed.models.model_spec import CANNOT_BUILD
 from densefeed.models.token_transformer import has_tokens
 from densefeed.native import MAX_PIXELS
-from densefeed.objectives import build_objective
+from densefeed.objectives import active_methods, build_objective
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.open import LOADERS, DataOptions, open_dataset
 from densefeed.recipes import RECIPES
+from densefeed.step import Step
 from densefeed.storage.images import MaxPixels
 from densefeed.system.devices import CORES, choose_device, synchronize
 from densefeed.system.errors import UserError, is_out_of_memory, make_command
@@ -48,11 +49,11 @@ from densefeed.system.provenance import check_replaceable, environment, write_js
 from densefeed.system.terminal import print, print_table
 from densefeed.training.build import autocast_dtype, build_model
 from densefeed.training.captured_update import choose_update
+from densefeed.training.compile import compile_step
 from densefeed.training.config import Config
 from densefeed.training.monitor import TrainMonitor
 from densefeed.training.ranks import Ranks
-from densefeed.training.setup import build_trainable, open_loader, resolve
-from densefeed.training.step_inputs import StepInputs
+from densefeed.training.setup import build_trainable, choose_compile, divide_batch, open_loader
 
 # The cores that this process may use: fewer than the machine has under taskset or a batch system.
 # Seconds of each measurement in each round.
@@ -176,9 +177,9 @@ def choose_training(options: AdviceOptions, objective: str) -> Training:
 
     def mismatch(name: str) -> int:
         config, method = configs[name], configs[name].objective
-        # Recipes with DRLoc, an agent or SAM train more than the model that is timed here, those of
+        # Recipes with a method or SAM train more than the model that is timed here, those of
         # fine-tuning begin with a checkpoint, and those of CNNs by SGD are baselines for CIFAR.
-        plain = method.drloc.variant == method.bootstrap.mode == "none"
+        plain = not any(active_methods(method))
         plain &= config.optim.sam_rho == 0 and config.optim.optimizer != "sgd"
         if method.name != objective or not plain or config.model.init is tyro.MISSING:
             return 3
@@ -355,28 +356,37 @@ def build_step(config: Config, device: torch.device) -> Callable[[], int]:
     split it, with other draws in each.
     """
     ranks = Ranks(0, 1, device)
-    config, objective = resolve(config, ranks, None), build_objective(config.setting)
-    dtype = autocast_dtype(config, device)
-    with closing(open_loader(config, objective, "train", ranks)) as loader:
+    optim, run = divide_batch(config.optim, ranks), choose_compile(config.run, ranks)
+    objective, options = build_objective(config.setting), config.model
+    with closing(open_loader(config.data, optim, run.seed, objective, "train", ranks)) as loader:
         with closing(loader.batches(0)) as batches:
             first = next(batches)
-        model, _ = build_model(config, objective, loader.num_classes)
-        student = build_trainable(config, objective, model, loader.num_classes, ranks)
-        inputs = StepInputs(config, ranks, loader, objective, student.trainable, dtype)
-    monitor = TrainMonitor(config, ranks, student, inputs, torch.zeros(2, dtype=torch.float64), 0)
-    student.trainable.train(not config.model.frozen_statistics)
-    numbers, stream = count(), inputs.batches(0, 0, partial(repeat_batch, first))
-    do_update = choose_update(config.run.compile, ranks)
+        classes = loader.num_classes
+        model, _ = build_model(options, config.data, objective, classes)
+        student = build_trainable(options, optim, run, objective, model, classes, ranks)
+        step = Step(
+            loader,
+            student.trainable,
+            objective,
+            config.augment,
+            dtype=autocast_dtype(run.precision, device),
+            compute=compile_step(run.compile, student.trainable, options.drop_path_form),
+            maps_on_device=config.data.maps_on_device,
+        )
+    nothing_seen = torch.zeros(2, dtype=torch.float64)
+    monitor = TrainMonitor(student, step, ranks, run.out, nothing_seen, 0)
+    student.train()
+    numbers, stream = count(), step.batches(0, 0, partial(repeat_batch, first))
+    do_update = choose_update(run.compile, ranks)
 
-    def step() -> int:
-        parts, number = next(stream), next(numbers)
+    def do_step() -> int:
         student.set_rate(LEARNING_RATE)
-        losses = inputs.losses(student.network, parts, *divmod(number, len(loader)))
-        loss, _ = do_update(student, ranks, number, losses)
+        losses = step.losses(student.network, next(stream))
+        loss, _ = do_update(student, ranks, next(numbers), losses)
         monitor.add(loss)
-        return config.optim.batch
+        return optim.batch
 
-    return step
+    return do_step
 
 
 def repeat_batch(batch: Batch, _: Iterator[Batch]) -> Iterator[Batch]:

@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -77,7 +77,7 @@ from densefeed.tools.load_model import (
     at_size,
     crop_input,
     imagenet_names,
-    open_agent,
+    open_beside,
     open_trained,
 )
 from densefeed.tools.load_teacher import download
@@ -112,8 +112,8 @@ class Explanations(Options):
     crop_pct: float = 0.0
     weights: Weights = "ema"  # EMA weights where the checkpoint has them, or the raw weights
     model: str = ""  # timm's name of the model, for a checkpoint that does not contain it
-    # agent: the agent CNN of a run with --bootstrap, which has no EMA weights
-    network: Literal["model", "agent"] = "model"
+    # model, or the name of a network that was trained beside it, e.g. agent; it has no EMA weights
+    network: str = "model"
     batch: Count = 4  # images at once
     max_pixels: MaxPixels = MAX_PIXELS
     device: str = "auto"  # auto: cuda if it is available, else cpu
@@ -134,14 +134,14 @@ class ImageFile(NamedTuple):
 def open_model(options: Explanations, device: torch.device) -> Trained:
     """Load the model of a checkpoint or run folder, or timm's with published weights. UserError."""
     source, path = options.source, Path(options.source)
-    is_agent = options.network == "agent"
+    name, beside = options.network, options.network != "model"
     if path.exists() or not is_registered(source):
-        weights = "raw" if is_agent else options.weights
+        weights = "raw" if beside else options.weights
         trained = open_trained(path, weights, options.model, options.size)
         trained.model.to(device)
-        return open_agent(trained, device) if is_agent else trained
-    if is_agent:
-        raise UserError(f"{source} is a model of timm, without an agent; leave out --network agent")
+        return open_beside(trained, name, device) if beside else trained
+    if beside:
+        raise UserError(f"{source} is a model of timm alone; leave out --network {name}")
     if options.model:
         raise UserError(f"{source} is a model of timm; leave out --model {options.model}")
     model = download(source, "")

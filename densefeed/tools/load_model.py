@@ -12,13 +12,13 @@ from timm.layers import resample_abs_pos_embed
 from torch import nn
 
 from densefeed.models import checkpoints
-from densefeed.models.agent_cnn import make_agent
 from densefeed.models.model_spec import CANNOT_BUILD
 from densefeed.models.token_transformer import TokenTransformer
-from densefeed.objectives.bootstrapping import parse_agent_arguments
+from densefeed.objectives import build_objective
 from densefeed.storage.geometry import center_box
 from densefeed.storage.images import crop_resize
 from densefeed.system.errors import UserError, first_line
+from densefeed.training.config import Config
 
 Weights = Literal["ema", "raw"]
 # The filter of evaluation in runs whose config has no option for it.
@@ -114,39 +114,37 @@ def open_trained(
     )
 
 
-def open_agent(trained: Trained, device: torch.device) -> Trained:
-    """Load the agent CNN that was trained beside a model, from the checkpoint of both.
+def open_beside(trained: Trained, name: str, device: torch.device) -> Trained:
+    """Load a network that was trained beside a model, such as an agent, from their checkpoint.
 
-    An agent that shares the model's weights uses those of `trained`, which must be raw: the EMA
-    does not hold the agent. Both are placed on `device`, since moving them breaks the sharing.
-    Raises UserError.
+    Where it shares the model's weights it uses those of `trained`, which must be raw: the EMA is of
+    the model alone. Both are placed on `device`, since moving them breaks the sharing. Raises
+    UserError.
     """
     path, model, checkpoint = trained.path, trained.model.to(device), checkpoints.load(trained.path)
-    weights = checkpoint.get("agent")
+    weights = checkpoint.get(name)
     if not isinstance(weights, dict):
         raise UserError(
-            f"{path} holds no agent; give a checkpoint of a run with --bootstrap, or leave out "
-            "--network agent"
+            f"{path} holds no {name}; give a checkpoint of a run that trains one beside its model, "
+            f"or leave out --network {name}"
         )
     checkpoints.check_tensors(weights, path)
+    config = Config.from_dict(checkpoint.get("config"), where=str(path))
     try:
-        options = checkpoint["config"]["objective"]["bootstrap"]
-        shared, given = options["mode"] == "shared", parse_agent_arguments(options["agent_kwargs"])
-        given = {"stem": options["agent"], "token_head": "token_head.weight" in weights} | given
-        agent = make_agent(model, model.num_classes, shared, **given)
-        agent.load_state_dict(weights)
-        agent.to(device).eval()
-        if shared:
-            agent.share_weights(model)
+        objective = build_objective(config.setting)
+        joint = objective.wrap(model, model.num_classes, lambda network: network.to(device))
+        network = joint.evaluated[name]
+        network.load_state_dict(weights)
+        network.eval()
         # Maps that become too small to be halved are found out in a forward pass alone.
         with torch.inference_mode():
-            agent(torch.zeros(1, 3, trained.size, trained.size, device=device))
-    except CANNOT_BUILD as error:
+            network(torch.zeros(1, 3, trained.size, trained.size, device=device))
+    except (UserError, *CANNOT_BUILD) as error:
         raise UserError(
-            f"{path}: its agent cannot be built for inputs of {trained.size} px "
+            f"{path}: its {name} cannot be built for inputs of {trained.size} px "
             f"({first_line(error)}); check --size, or copy the run again"
         ) from error
-    return trained._replace(model=agent, name=f"agent of {trained.name}")
+    return trained._replace(model=network, name=f"{name} of {trained.name}")
 
 
 def crop_input(

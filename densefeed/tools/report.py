@@ -198,7 +198,8 @@ def build_augmentation(run: RunRecord, loader: ThreadedLoader) -> tuple[int, Aug
     config = run.config
     # Only the model's sizes and pretrained_cfg are read, so it needs no weights.
     with torch.device("meta"):
-        model, _ = build_model(config, build_objective(config.setting), loader.num_classes)
+        objective = build_objective(config.setting)
+        model, _ = build_model(config.model, config.data, objective, loader.num_classes)
     side, _ = loader.plan.shape(0, 0)
     grid = side // model.patch_size if isinstance(model, TokenTransformer) else 16
     mean, std = (model.pretrained_cfg[name] for name in ("mean", "std"))
@@ -383,7 +384,8 @@ def replay(runs: list[RunRecord], boxes: Path | None) -> dict:
     # or several scales those of --size.
     config = with_options(run.config, maps_on_device=False, aspects=(), multi_scale=())
     try:
-        loader = open_loader(config, build_objective(config.setting), "train")
+        objective = build_objective(config.setting)
+        loader = open_loader(config.data, config.optim, config.run.seed, objective, "train")
     # The table and the curves are of use without the training set, which may be on another machine.
     except (UserError, OSError) as error:
         print(f"the report shows no crops: {error}", file=sys.stderr)
@@ -417,16 +419,17 @@ def draw_removal(runs: list[RunRecord]) -> tuple[str, dict] | None:
     """Return title and curves of what each block is worth to the feature loss.
 
     That is the change of the last top-1, in points, against the runs with all blocks when the
-    feature loss leaves out block l of m, over l / m (Bootstrapping ViTs, Figure 7). There is a
-    curve for each set of other options; seeds are averaged. None if no runs show it: needed are one
-    with all blocks and two without different ones.
+    feature loss leaves out block l of m, over l / m (arXiv 2112.03552, Figure 7). There is a curve
+    for each set of other options; seeds are averaged. None if no runs show it: needed are one with
+    all blocks and two without different ones.
     """
     series = []
     for group in group_joint(runs):
-        depth = max(max(run.config.objective.bootstrap.feature_blocks, default=0) for run in group)
+        used = [dict(leaves(run.config))["feature_blocks"] for run in group]
+        depth = max(max(blocks, default=0) for blocks in used)
         every, top1 = set(range(1, depth + 1)), defaultdict(list)
-        for run in group:
-            left_out = every - set(run.config.objective.bootstrap.feature_blocks or every)
+        for run, blocks in zip(group, used, strict=True):
+            left_out = every - set(blocks or every)
             if len(left_out) < 2:
                 top1[min(left_out, default=0)].append(run.val[-1]["top1"])
         if len(top1) > 2 and 0 in top1:
@@ -454,7 +457,7 @@ def group_joint(runs: list[RunRecord]) -> list[list[RunRecord]]:
     """Group the evaluated runs with an agent whose options differ in blocks and seed alone."""
     groups = defaultdict(list)
     for run in runs:
-        if run.config.objective.bootstrap.mode != "none" and run.val and "top1" in run.val[-1]:
+        if run.val and run.val[-1].keys() >= {"top1", "top1_agent"}:
             options = dict(leaves(run.config))
             same = options.keys() - PLACES - {"feature_blocks", "seed"}
             groups[repr([options[name] for name in sorted(same)])].append(run)

@@ -6,11 +6,11 @@ from torch import nn
 from densefeed.models import checkpoints
 from densefeed.models.model_spec import CANNOT_BUILD, find_forbidden, is_registered
 from densefeed.models.token_transformer import TokenTransformer, has_tokens
-from densefeed.objectives.base import Objective
+from densefeed.objectives.base import Objective, get_networks
+from densefeed.pipelines.open import DataOptions
 from densefeed.pipelines.shapes import Shape, describe_shape
 from densefeed.system.errors import UserError, first_line, is_out_of_memory
-from densefeed.training.compile import get_networks
-from densefeed.training.config import Config
+from densefeed.training.config import ModelOptions
 from densefeed.training.ranks import Ranks
 from densefeed.training.speed import peak_flops, training_flops
 
@@ -19,16 +19,17 @@ from densefeed.training.speed import peak_flops, training_flops
 FUSED_FROM = 4096
 
 
-def autocast_dtype(config: Config, device: torch.device) -> torch.dtype | None:
-    """Return the dtype of matrix products, None for float32."""
+def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
+    """Return the dtype of matrix products that `--precision` asks for, None for float32."""
     known = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
     default = torch.bfloat16 if device.type == "cuda" else None
-    return known.get(config.run.precision, default)
+    return known.get(precision, default)
 
 
-def model_arguments(config: Config, objective: Objective, num_classes: int) -> dict[str, object]:
+def model_arguments(
+    options: ModelOptions, objective: Objective, num_classes: int
+) -> dict[str, object]:
     """Return the arguments of the model. UserError for a model that lacks the needed token head."""
-    options = config.model
     kwargs: dict[str, object] = {"num_classes": num_classes}
     # A model without stochastic depth has no such argument, so 0 leaves it out.
     if options.drop_path:
@@ -45,7 +46,7 @@ def model_arguments(config: Config, objective: Objective, num_classes: int) -> d
         many = options.fused_head == "auto" and num_classes >= FUSED_FROM
         if objective.needs_tokens and (many or options.fused_head == "always"):
             kwargs["fused_head"] = True
-    elif objective.needs_tokens or config.mix.mixtoken:
+    elif objective.needs_tokens or objective.setting.mix.mixtoken:
         raise UserError(
             f"{options.name} has no token head and no MixToken; choose an lvvit, dhvt or t2t_vit "
             "model, or --objective ce --no-mixtoken"
@@ -54,19 +55,20 @@ def model_arguments(config: Config, objective: Objective, num_classes: int) -> d
 
 
 def build_model(
-    config: Config, objective: Objective, num_classes: int
+    options: ModelOptions, data: DataOptions, objective: Objective, num_classes: int
 ) -> tuple[nn.Module, checkpoints.ModelSpec]:
     """Build the model, on the default device; return it and how to build it again.
 
-    Raises UserError for a model that is unknown, cannot be built, or cannot train at a size.
+    Raises UserError for a model that is unknown, cannot be built, or cannot train at a size, alone
+    or with what the objective adds.
     """
-    name, data = config.model.name, config.data
+    name = options.name
     if not is_registered(name):
         raise UserError(
             f"timm knows no model {name!r}; timm.list_models(include_tags=True) lists those it "
             "knows"
         )
-    kwargs = model_arguments(config, objective, num_classes)
+    kwargs = model_arguments(options, objective, num_classes)
     # CNNs take any size; transformers are built for one, and some take others if built for it.
     sized = kwargs | {"img_size": data.size}
     ways = [sized, kwargs]
@@ -82,17 +84,20 @@ def build_model(
                 raise
             # A TypeError means that this model has no such argument: try the next way.
             if way is ways[-1] or not isinstance(error, TypeError):
-                remedy = "; change --model-kwargs" if config.model.kwargs else ""
+                remedy = "; change --model-kwargs" if options.kwargs else ""
                 if "drop_path_rate" in str(error):
                     remedy = "; give --drop-path 0"
                 raise UserError(f"{name} cannot be built: {first_line(error)}{remedy}") from error
-    check_model_sizes(config, objective, model)
+    check_model_sizes(name, data, objective, model)
+    if objective.adds_network and not next(model.parameters()).is_meta:
+        # A twin on the meta device gives the shapes at every size and computes nothing.
+        with torch.device("meta"):
+            objective.check_sizes(spec.build(), num_classes)
     return model, spec
 
 
-def check_model_sizes(config: Config, objective: Objective, model: nn.Module) -> None:
+def check_model_sizes(name: str, data: DataOptions, objective: Objective, model: nn.Module) -> None:
     """Raise UserError for a size of the input that the model cannot train at."""
-    name, data = config.model.name, config.data
     ours = isinstance(model, TokenTransformer)
     # A transformer of this package is never built for a size that it cannot take. Some of timm's
     # are, and others take no second size. Twins on the meta device were checked as real models.
@@ -114,7 +119,7 @@ def check_model_sizes(config: Config, objective: Objective, model: nn.Module) ->
                 f"{name} cannot train at {describe_shape(shape)} ({first_line(error)}); choose "
                 f"{data.size_option} or another model"
             ) from error
-    if ours and (objective.needs_tokens or config.mix.mixtoken):
+    if ours and (objective.needs_tokens or objective.setting.mix.mixtoken):
         for shape in data.shapes:
             if any(extent % model.patch_size for extent in shape):
                 option = " as --side-multiple" if data.aspects else ""
@@ -124,29 +129,34 @@ def check_model_sizes(config: Config, objective: Objective, model: nn.Module) ->
                 )
 
 
-def flops_per_shape(config: Config, objective: Objective, num_classes: int) -> dict[Shape, float]:
+def flops_per_shape(
+    spec: checkpoints.ModelSpec, objective: Objective, num_classes: int
+) -> dict[Shape, float]:
     """Return the operations of one training image for each shape of the network's input."""
-    passes = 2 if config.optim.sam_rho else 1
     with torch.device("meta"):
-        twin, _ = build_model(config, objective, num_classes)
-        # `place` does nothing here, so that an agent stays on the meta device too.
-        networks = get_networks(objective.wrap(twin, num_classes, lambda network: network))
+        # `place` does nothing here, so that added networks stay on the meta device too.
+        networks = get_networks(objective.wrap(spec.build(), num_classes, lambda network: network))
     return {
-        shape: passes * sum(training_flops(network, shape) for network in networks)
-        for shape in config.data.shapes
+        shape: sum(training_flops(network, shape) for network in networks)
+        for shape in objective.setting.shapes
     }
 
 
 def flops_shares(
-    config: Config, objective: Objective, num_classes: int, ranks: Ranks, dtype: torch.dtype | None
+    spec: checkpoints.ModelSpec,
+    objective: Objective,
+    num_classes: int,
+    passes: int,
+    ranks: Ranks,
+    dtype: torch.dtype | None,
 ) -> dict[Shape, float]:
     """Return the operations of a training image over those that all devices do in a second.
 
     For each shape of the network's input; times the images per second this is the MFU. Empty on a
-    CPU, which has no peak rate. `dtype` is that of autocast.
+    CPU, which has no peak rate. `passes` is 2 with SAM; `dtype` is that of autocast.
     """
     peak = peak_flops(ranks.device, dtype or torch.float32)
     if peak is None:
         return {}
-    flops = flops_per_shape(config, objective, num_classes)
-    return {shape: count / (peak * ranks.size) for shape, count in flops.items()}
+    flops = flops_per_shape(spec, objective, num_classes)
+    return {shape: passes * count / (peak * ranks.size) for shape, count in flops.items()}

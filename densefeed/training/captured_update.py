@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from densefeed.step import PartLoss
 from densefeed.training.compile import can_capture
 from densefeed.training.ranks import Ranks
-from densefeed.training.step_inputs import PartLoss
 from densefeed.training.student import (
     Student,
     apply_gradients,

@@ -9,8 +9,16 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo
 
+from densefeed.models.drop_path import skip_dropped
 from densefeed.models.token_transformer import TokenTransformer
-from densefeed.objectives.base import Objective, StepContext, objective_loss, step_loss, token_mask
+from densefeed.objectives.base import (
+    Objective,
+    StepContext,
+    get_networks,
+    objective_loss,
+    step_loss,
+    token_mask,
+)
 from densefeed.pipelines.batch import Batch
 from densefeed.system.devices import tag_compiled_code
 from densefeed.training.mixed_linear import WeightCopies
@@ -70,24 +78,26 @@ class DropPathMasks:
             path.mask_N = mask_N
 
 
-def get_networks(trainable: nn.Module) -> tuple[nn.Module, ...]:
-    """Return the networks in what a run trains, the model first: without DRLoc's heads."""
-    return getattr(trainable, "networks", (trainable,))
-
-
 def can_capture(mode: str, ranks: Ranks) -> bool:
     """Return whether updates are CUDA graphs, which they cannot be on a CPU."""
     return mode == "graph" and ranks.device.type == "cuda"
 
 
-def compile_step(mode: str, trainable: nn.Module) -> Callable[..., Tensor]:
+def compile_step(
+    mode: str, trainable: nn.Module, drop_path_form: str = "mask"
+) -> Callable[..., Tensor]:
     """Return `step_loss`, compiled as `--compile` says.
 
     `blocks`: one compilation serves all blocks that are alike; their DropPath becomes a
     SharedDropPath. Patch embedding, heads and loss are compiled apart from them. `graph` compiles
     as `whole` does; captured_update.py captures the result. The optimizer is not compiled: its
-    operations are fused and foreach ones, about ten launches.
+    operations are fused and foreach ones, about ten launches. `drop_path_form` is that of
+    ModelOptions.
     """
+    # The number of kept samples changes from step to step: a GPU would wait for it, and a compiler
+    # would compile each.
+    eager = mode == "never" and next(trainable.parameters()).device.type == "cpu"
+    skip_dropped(trainable, eager and drop_path_form == "auto")
     if mode == "never":
         return step_loss
     tag_compiled_code()

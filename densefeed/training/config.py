@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 import tyro
 from tyro.conf import arg
 
-from densefeed.objectives import OBJECTIVES, Objectives
-from densefeed.objectives.base import Objective, Setting
+from densefeed.objectives import Objectives, complete
+from densefeed.objectives.base import Setting
 from densefeed.pipelines.augment.settings import Augment
 from densefeed.pipelines.mixing import MixOptions
 from densefeed.pipelines.open import DataOptions
@@ -24,11 +24,9 @@ from densefeed.system.options import (
     NonNegative,
     NonNegativeInt,
     Options,
-    flag,
     from_dict,
     leaves,
     parse_arguments,
-    unused_leaves,
 )
 from densefeed.training.optimizers import check_optimizer, has_momentum
 
@@ -92,24 +90,20 @@ class OptimOptions(Options):
     momentum: Annotated[float, Bounds(0, 0.9999)] = 0.9
     # weight decay; not applied to biases, norms and tables
     weight_decay: NonNegative = 0.05
-    decay_all: bool = False  # also decay biases, norms and tables; Bootstrapping ViTs: as published
-    # radius of Sharpness-Aware Minimization (SAM), which does two passes per step; 0: none.
-    # Bootstrapping ViTs: 0.1 as published
+    decay_all: bool = False  # also decay biases, norms and tables
+    # radius of Sharpness-Aware Minimization (SAM), which does two passes per step; 0: none
     sam_rho: NonNegative = 0.0
     ema: Fraction = 0.99992  # decay per step of the EMA of the weights, with warm-up; 0: none
     clip_grad: NonNegative = 0.0  # maximum gradient norm; 0: no clipping
     # gradients that are not finite: stop the run, or skip the update
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    max_skips: int = 10  # skipped updates that --on-nonfinite skip allows
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_optimizer(self.optimizer)
 
     def unused(self) -> dict[str, str]:
-        found = {} if self.on_nonfinite == "skip" else {"max_skips": "--on-nonfinite skip"}
-        if not has_momentum(self.optimizer):
-            found["momentum"] = "--optimizer sgd"
+        found = {} if has_momentum(self.optimizer) else {"momentum": "--optimizer sgd"}
         return found if self.weight_decay else found | {"decay_all": "--weight-decay"}
 
     @property
@@ -160,6 +154,10 @@ class Config:
     optim: OptimOptions = field(default_factory=OptimOptions)
     run: RunOptions = field(default_factory=RunOptions)
 
+    def __post_init__(self) -> None:
+        """Add the options of methods that were registered after `objective` was made."""
+        object.__setattr__(self, "objective", complete(self.objective))
+
     @property
     def setting(self) -> Setting:
         """What the objective depends on."""
@@ -196,7 +194,7 @@ class Config:
 FREE = {
     *("out", "loader", "data", "val", "score_maps", "threads", "device", "resume", "eval_every"),
     *("log_every", "on_bad_sample", "maps_on_device", "microbatch", "compile", "save_every"),
-    *("grad_checkpointing", "keep", "wandb", "dry_run", "on_nonfinite", "max_skips", "init"),
+    *("grad_checkpointing", "keep", "wandb", "dry_run", "on_nonfinite", "init"),
     "drop_path_form",
 }
 
@@ -216,23 +214,13 @@ def check_recipe(words: list[str], recipes: list[str]) -> None:
     raise UserError(f"the command line {named}; {remedy} train.py --help")
 
 
-def check_unused(config: Config, recipe: Config) -> None:
-    """Raise UserError for an option unlike its recipe's that has no effect in this run.
-
-    A recipe's own values may have no effect: with `--drloc none` a recipe is its own baseline.
-    """
-    values, defaults = dict(leaves(config)), dict(leaves(recipe))
-    # An unknown name is refused where the objective is built.
-    objective = OBJECTIVES.get(config.objective.name, Objective)
-    for name, needed in (objective.unused | unused_leaves(config)).items():
-        if values[name] != defaults[name]:
+def check_same_run(config: Config, saved: dict[str, Any]) -> None:
+    """Raise UserError for an option of a run to resume that may not differ, and does."""
+    out = config.run.out
+    before = dict(leaves(Config.from_dict(saved, config, f"the run in {out}")))
+    for name, value in leaves(config):
+        if name not in FREE and value != before[name]:
             raise UserError(
-                f"{flag(name)} has no effect without {needed}; remove it, or give {needed}"
+                f"{out} was trained with {name}={before[name]}; give the same value, or choose "
+                "another --out"
             )
-
-
-def first_difference(config: Config, saved: dict[str, Any]) -> tuple[str, Any] | None:
-    """Name and saved value of the first option that a resumed run may not change, and changes."""
-    before = dict(leaves(Config.from_dict(saved, config, f"the run in {config.run.out}")))
-    now = dict(leaves(config))
-    return next(((n, before[n]) for n in now if n not in FREE and now[n] != before[n]), None)

@@ -2,17 +2,17 @@
 
 import math
 from contextlib import closing
-from dataclasses import replace
 
 from densefeed.pipelines.resident import map_bytes
 from densefeed.pipelines.shapes import bucket_shape
+from densefeed.step import Step
 from densefeed.system.devices import free_memory
 from densefeed.system.errors import UserError
 from densefeed.system.options import with_options
 from densefeed.system.terminal import print
+from densefeed.training.compile import compile_step
 from densefeed.training.setup import Run, open_loader
 from densefeed.training.speed import ActivationBytes
-from densefeed.training.step_inputs import StepInputs
 
 
 def dry_run(run: Run) -> None:
@@ -47,30 +47,36 @@ def first_loss(run: Run, images: int) -> tuple[float, float]:
 
     Returns the loss and the bytes of activations per image.
     """
-    config, data = run.config, run.config.data
+    config, data, student = run.config, run.config.data, run.student
     # The largest inputs of the run take the most memory.
     side = data.sides[-1]
     areas = {a: math.prod(bucket_shape(side, a, data.side_multiple)) for a in data.aspects}
     few = with_options(
-        config,
-        batch=images,
-        microbatch=images,
+        data,
         threads=1,
         size=side,
         sizes=(),
         multi_scale=(),
         aspects=(max(areas, key=areas.get),) if areas else (),
         maps_on_device=False,
-        compile="never",
     )
-    trainable = run.student.trainable.train(not config.model.frozen_statistics)
-    with closing(open_loader(few, run.objective, "train")) as loader:
-        # Every rank computes the same images by itself, so no all-reduce is needed.
-        alone = replace(run.ranks, rank=0, size=1)
-        inputs = StepInputs(few, alone, loader, run.objective, trainable, run.dtype)
-        parts = next(inputs.batches(0, 0))
-        inputs.check_sync(parts)
-        (compute,) = inputs.losses(trainable, parts, 0, 0)
+    optim, trainable = (
+        with_options(config.optim, batch=images, microbatch=images),
+        student.trainable,
+    )
+    student.train()
+    # Every rank computes the same images by itself, so no all-reduce is needed.
+    with closing(open_loader(few, optim, config.run.seed, run.objective, "train")) as loader:
+        step = Step(
+            loader,
+            trainable,
+            run.objective,
+            config.augment,
+            dtype=run.dtype,
+            compute=compile_step("never", trainable, config.model.drop_path_form),
+            maps_name=data.maps_name,
+        )
+        (compute,) = step.losses(trainable, next(step.batches(0)))
         with ActivationBytes(trainable) as activations:
             loss = compute()
         loss.backward()
@@ -81,11 +87,10 @@ def fixed_bytes(run: Run) -> int:
     """Sum the bytes that do not depend on the batch, without the weights themselves."""
     student, optim = run.student, run.config.optim
     # Gradients, two moments, the EMA and SAM's copy are each as large as the weights. Weights that
-    # an agent shares have a second gradient.
+    # networks share have a second gradient.
     copies = 3 + (optim.ema > 0) + (optim.sam_rho > 0)
     total = sum(p.nbytes for p in student.trainable.parameters()) * copies
-    if student.agent:
-        total += sum(tensor.nbytes for tensor in student.agent.shared_tensors())
+    total += sum(tensor.nbytes for tensor in getattr(student.trainable, "aliases", ()))
     if run.config.data.maps_on_device and run.loader.score_maps:
         total += run.loader.plan.num_samples * map_bytes(run.loader.score_maps)
     return total

@@ -23,7 +23,6 @@ from densefeed.system.json_files import is_number, parse_json
 from densefeed.system.progress import steps_bar
 from densefeed.system.provenance import write_json
 from densefeed.system.terminal import print
-from densefeed.training.config import Config
 from densefeed.training.ranks import Ranks
 from densefeed.training.setup import Run, import_wandb
 
@@ -215,7 +214,7 @@ def read_identity(path: Path) -> str:
 # ---------------------------------------------------------------- the header of a run
 
 
-def describe_environment(config: Config, ranks: Ranks) -> dict:
+def describe_environment(precision: str, ranks: Ranks) -> dict:
     """Describe the software and hardware environment, which a result depends on."""
     cuda = ranks.device.type == "cuda"
     processor = platform.processor() or platform.machine()
@@ -227,16 +226,15 @@ def describe_environment(config: Config, ranks: Ranks) -> dict:
         "device": torch.cuda.get_device_name(ranks.device) if cuda else processor,
         "ranks": ranks.size,
         "cores": CORES,
-        "precision": config.run.precision,
+        "precision": precision,
     }
 
 
 def write_run_header(run: Run) -> None:
     """Write config and environment to the run folder, and print a summary of the run."""
     config, out = run.config, run.config.run.out
-    files = {"config": config.to_dict(), "environment": describe_environment(config, run.ranks)}
-    for name, content in files.items():
-        write_json(out / f"{name}.json", content)
+    write_json(out / "config.json", config.to_dict())
+    write_json(out / "environment.json", describe_environment(config.run.precision, run.ranks))
     print(describe_run(run), flush=True)
 
 
@@ -246,18 +244,15 @@ def describe_run(run: Run) -> str:
     count, whole = (
         sum(p.numel() for p in part.parameters()) for part in (student.model, student.trainable)
     )
-    optim, objective = config.optim, config.objective
-    drloc, bootstrap = objective.drloc.variant, objective.bootstrap.mode
-    adds = f"--objective {objective.name}" if drloc == "none" else f"--drloc {drloc}"
-    adds = f"--bootstrap {bootstrap}" if student.agent else adds
-    beside = f", and {whole - count:,} that {adds} trains beside them," if whole > count else ""
+    optim, extra = config.optim, whole - count
+    beside = f", and {extra:,} that {run.objective.flag} trains beside them," if extra else ""
     others = f" and {ranks.size - 1} more" if ranks.size > 1 else ""
-    resumed = f"; continuing at step {run.step}" if run.step else ""
+    resumed = f"; continuing at step {run.done}" if run.done else ""
     return (
         f"{run.spec.name}: {count:,} parameters{beside} on {ranks.device}{others}; objective "
-        f"{objective.name}; {run.loader.plan.num_samples:,} images, {optim.total_epochs} epochs of "
-        f"{len(run.loader)} steps; peak lr {optim.peak_lr:.2g} = {optim.lr:.2g} x {optim.batch} / "
-        f"{optim.lr_batch}{resumed}"
+        f"{config.objective.name}; {run.loader.plan.num_samples:,} images, {optim.total_epochs} "
+        f"epochs of {len(run.loader)} steps; peak lr {optim.peak_lr:.2g} = {optim.lr:.2g} x "
+        f"{optim.batch} / {optim.lr_batch}{resumed}"
     )
 
 

@@ -2,41 +2,38 @@
 
 import math
 import sys
+from pathlib import Path
 
 from torch import Tensor
 
+from densefeed.step import Step
 from densefeed.system.errors import UserError
 from densefeed.system.terminal import print
-from densefeed.training.config import Config
 from densefeed.training.guards import LossSpikes, find_first_nonfinite
 from densefeed.training.ranks import Ranks
-from densefeed.training.step_inputs import StepInputs
 from densefeed.training.student import Student
 
 # Smallest scale of a float16 loss. It begins at 2^16 and each overflow halves it.
 LEAST_SCALE = 2**-10
+# Updates that `--on-nonfinite skip` may skip in a run.
+MOST_SKIPS = 10
 
 
 class TrainMonitor:
     """Sums losses on the device and reads the sums, and the guard's counts, at log lines.
 
     Args:
+        out: the run folder, for messages.
         seen: float64 `[2]`, the sum of the losses since the last log line, and their number. It is
             also an attribute, on the device.
         skips: updates skipped so far.
     """
 
     def __init__(
-        self,
-        config: Config,
-        ranks: Ranks,
-        student: Student,
-        inputs: StepInputs,
-        seen: Tensor,
-        skips: int,
+        self, student: Student, step: Step, ranks: Ranks, out: Path, seen: Tensor, skips: int
     ) -> None:
-        self._config, self._ranks, self._student = config, ranks, student
-        self._inputs, self.skips = inputs, skips
+        self._student, self._step, self._ranks, self._out = student, step, ranks, out
+        self.skips = skips
         self.seen = seen.to(ranks.device)
         self._spikes = LossSpikes()
 
@@ -47,7 +44,7 @@ class TrainMonitor:
         """
         total, count = self.seen.unbind()
         # In place, and without torch.where, which copies its numbers: 2 or 7 launches, not 9.
-        if self._config.optim.on_nonfinite == "stop":
+        if not self._student.guard.skip:
             # A loss that stops the run stays in the sum, so that the mean shows it.
             total += loss
             count += 1
@@ -61,16 +58,16 @@ class TrainMonitor:
         Raises UserError, which names step, samples and first bad tensor, if numbers are not finite
         and must be, or were not too often.
         """
-        optim, out, student = self._config.optim, self._config.run.out, self._student
+        out, student = self._out, self._student
         bad, first = student.guard.poll_sync()
         self.skips += bad
-        if bad and optim.on_nonfinite == "stop":
+        if bad and not student.guard.skip:
             raise UserError(f"{out}: {self._why_not_finite(first)}")
-        if bad and self.skips > optim.max_skips:
+        if bad and self.skips > MOST_SKIPS:
             raise UserError(
                 f"{out}: {self.skips} updates were skipped because their gradients were not "
-                f"finite, most recently from step {first + 1} on; that is more than --max-skips "
-                f"{optim.max_skips}; lower --lr, or give --clip-grad 1"
+                f"finite, most recently from step {first + 1} on; that is more than the "
+                f"{MOST_SKIPS} that a run may skip; lower --lr, or give --clip-grad 1"
             )
         if student.scaler.is_enabled() and student.scaler.get_scale() < LEAST_SCALE:
             raise UserError(
@@ -104,18 +101,17 @@ class TrainMonitor:
     def _why_not_finite(self, when: int) -> str:
         """Name the first bad tensor of a step. Weights are those before it, so it is repeated."""
         # Not the DDP module: ranks stop at different tensors, and an all-reduce would wait for all.
-        inputs, trainable = self._inputs, self._student.trainable
-        epoch, at = divmod(when, len(inputs.loader))
+        step, trainable = self._step, self._student.trainable
+        self._student.train()
         # Batches and losses are pure functions of epoch and step, so these are the same again.
-        parts, cause = next(inputs.batches(epoch, at)), ""
-        for part, compute in zip(parts, inputs.losses(trainable, parts, epoch, at), strict=True):
-            trainable.train(not self._config.model.frozen_statistics)
+        batch, cause = next(step.batches(*divmod(when, len(step.loader)))), ""
+        for compute in step.losses(trainable, batch):
             found = find_first_nonfinite(trainable, compute)
             if found and not cause:
-                samples = ", ".join(map(str, part.index[:8].tolist()))
+                samples = ", ".join(map(str, compute.data[0].index[:8].tolist()))
                 cause = f"{found} is the first that is not, with samples {samples} ..."
         remedy = "lower --lr, or give --clip-grad 1 or --on-nonfinite skip"
-        if self._config.optim.sam_rho and not cause:
+        if self._student.sam_rho and not cause:
             # Only the weights themselves were tried, not those that SAM moved.
             remedy = f"lower --sam-rho; or {remedy}"
         return (

@@ -1,6 +1,5 @@
-"""timm's optimizers by name: which can train, how an update is skipped, what a checkpoint holds."""
+"""timm's optimizers by name: which can train, and how an update is skipped."""
 
-from copy import deepcopy
 from difflib import get_close_matches
 from typing import Any
 
@@ -150,57 +149,3 @@ def step_unless(flag: Tensor, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
     elif not flag:
         optimizer.step()
-
-
-# ------------------------------------------------------------------------- checkpoints
-
-
-def expect_state(optimizer: torch.optim.Optimizer) -> dict[str, dict]:
-    """Return the state after an update: of every parameter, and of every group, by their numbers.
-
-    A twin is updated with gradients of zero. Of a group it is what an update changes, such as a
-    count of steps; the rest are options of the run.
-    """
-    twin = deepcopy(optimizer)
-    before = deepcopy([group_options(group) for group in twin.param_groups])
-    for group in twin.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    step_unless(torch.zeros((), device=parameter.device), twin)
-    after = map(group_options, twin.param_groups)
-    changed = {
-        number: {k: v for k, v in new.items() if k not in old or old[k] != v}
-        for number, (old, new) in enumerate(zip(before, after, strict=True))
-    }
-    return {"state": twin.state_dict()["state"], "groups": changed}
-
-
-def group_options(group: dict[str, Any]) -> dict[str, Any]:
-    """Return what a group of parameters holds beside them."""
-    return {name: value for name, value in group.items() if name != "params"}
-
-
-def select_state(saved: object, expected: dict[str, dict]) -> tuple[dict, dict]:
-    """Return of a saved state what a resumed run takes, and what this must be like.
-
-    Both as `expect_state` does, which gives `expected`. Parameters that no loss reads are in
-    neither.
-    """
-    saved = saved if isinstance(saved, dict) else {}
-    state, groups = saved.get("state"), saved.get("param_groups")
-    read = state if isinstance(state, dict) else {}
-    own = expected | {"state": {n: one for n, one in expected["state"].items() if n in read}}
-    groups = groups if isinstance(groups, list) else []
-    old = dict(enumerate(group if isinstance(group, dict) else {} for group in groups))
-    taken = {
-        number: {name: old.get(number, {}).get(name) for name in names}
-        for number, names in expected["groups"].items()
-    }
-    return {"state": state, "groups": taken}, own
-
-
-def load_state(optimizer: torch.optim.Optimizer, taken: dict[str, dict]) -> None:
-    """Load what `select_state` took."""
-    own = optimizer.state_dict()
-    groups = [group | taken["groups"][n] for n, group in enumerate(own["param_groups"])]
-    optimizer.load_state_dict({"state": taken["state"], "param_groups": groups})

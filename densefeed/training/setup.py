@@ -1,9 +1,9 @@
 """Set up a run: open, check and build everything that its first step needs."""
 
-import math
 import sys
 import zlib
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -16,23 +16,20 @@ from densefeed.models.token_transformer import TokenTransformer
 from densefeed.objectives import build_objective
 from densefeed.objectives.base import Objective
 from densefeed.pipelines.loader import Source, ThreadedLoader
-from densefeed.pipelines.open import Mode, open_dataset
+from densefeed.pipelines.open import DataOptions, Mode, open_dataset
 from densefeed.storage.geometry import teacher_window
 from densefeed.system.errors import UserError
 from densefeed.system.terminal import print
 from densefeed.training.build import autocast_dtype, build_model
 from densefeed.training.compile import can_capture
-from densefeed.training.config import Config, first_difference
+from densefeed.training.config import Config, ModelOptions, OptimOptions, RunOptions, check_same_run
 from densefeed.training.optimizers import FUSED, is_fused
 from densefeed.training.ranks import ALONE, Ranks
 from densefeed.training.run_checkpoints import Checkpoints
 from densefeed.training.student import Student, build_student
 
 # What a checkpoint of a run holds beside the student's state.
-REQUIRED = {
-    **{"config": dict, "fingerprint": str, "maps": int, "optimizer": dict, "model": dict},
-    **{"step": int, "microbatch": int, "skips": int, "seen": Tensor, "spent": list},
-}
+REQUIRED = {"config", "fingerprint", "maps", "step", "microbatch", "skips", "seen", "spent"}
 # Score maps that a resumed run compares.
 CHECKED_MAPS = 64
 # Images whose size is compared with the Window of their map.
@@ -58,7 +55,7 @@ class Run(NamedTuple):
     spec: checkpoints.ModelSpec  # how to build the model again
     student: Student
     dtype: torch.dtype | None  # of autocast
-    step: int  # steps done
+    done: int  # steps
     seen: Tensor  # of TrainMonitor
     skips: int  # of TrainMonitor
     spent: np.ndarray  # seconds so far, and of these waited for data, in earlier processes
@@ -69,50 +66,53 @@ class Run(NamedTuple):
         """Steps of the whole run."""
         return self.config.optim.total_epochs * len(self.loader)
 
+    def is_evaluated(self, epoch: int) -> bool:
+        """Return whether there is an evaluation after this number of epochs."""
+        return epoch % self.config.run.eval_every == 0 or epoch == self.config.optim.total_epochs
+
 
 def setup_run(config: Config, ranks: Ranks) -> Run:
     """Build a run as new, or as its newest checkpoint left it. UserError if something does not fit.
 
     Close `loader` and `val` of the result.
     """
+    out, data = config.run.out, config.data
     if config.run.wandb and ranks.is_first:
         import_wandb()
-    kept = Checkpoints(config.run.out, config.run.keep)
-    checkpoint = find_checkpoint(config, kept, ranks)
-    config, objective = resolve(config, ranks, checkpoint), build_objective(config.setting)
+    kept = Checkpoints(out, config.run.keep)
+    checkpoint = find_checkpoint(config.run, kept, ranks)
+    if checkpoint:
+        check_same_run(config, checkpoint["config"])
+    # A resumed run keeps its forward passes where it can.
+    optim = divide_batch(config.optim, ranks, checkpoint["microbatch"] if checkpoint else 0)
+    config = replace(config, optim=optim, run=choose_compile(config.run, ranks))
+    objective = build_objective(config.setting)
     if config.model.frozen_statistics:
         check_frozen(objective)
-    loader = open_loader(config, objective, "train", ranks)
-    val = open_loader(config, objective, "evaluate", ranks)
-    check_datasets(config, objective, loader, val)
-    check_published(config, objective, loader, ranks)
-    check_before_crop(config, objective, loader)
-    maps = checksum_maps(config, objective, loader)
+    loader = open_loader(data, optim, config.run.seed, objective, "train", ranks)
+    val = open_loader(data, optim, config.run.seed, objective, "evaluate", ranks)
+    check_datasets(data, objective, loader, val)
+    check_published(data, config.augment.augment_before_crop, objective, loader, ranks)
+    maps = checksum_maps(data.on_bad_sample, objective, loader)
     if checkpoint:
-        check_same_data(config, checkpoint, loader.fingerprint, maps)
+        check_same_data(out, checkpoint, loader.fingerprint, maps)
     # The first draws are those of the weights: the same seed gives the same ones.
     torch.manual_seed(config.run.seed)
-    model, spec = build_model(config, objective, loader.num_classes)
+    model, spec = build_model(config.model, data, objective, loader.num_classes)
     if config.model.init and not checkpoint:
         note = checkpoints.initialize(model, config.model.init)
         if ranks.is_first:
             print(note)
     # After the initial weights: the EMA begins as a copy of the model.
-    student = build_trainable(config, objective, model, loader.num_classes, ranks)
+    student = build_trainable(
+        config.model, optim, config.run, objective, model, loader.num_classes, ranks
+    )
     if checkpoint:
-        student.restore(checkpoint, config.run.out)
+        student.restore(checkpoint, out)
     else:
         nothing_seen = torch.zeros(2, dtype=torch.float64)
         checkpoint = {"step": 0, "seen": nothing_seen, "skips": 0, "spent": (0.0, 0.0)}
-    step = checkpoint["step"]
-    epochs, steps = divmod(step, len(loader))
-    if step > config.optim.total_epochs * len(loader):
-        raise UserError(
-            f"{config.run.out} is past its end, after step {step:,}; choose another --out"
-        )
-    last = epochs == config.optim.total_epochs
-    ended = epochs > 0 and steps == 0 and is_evaluated(config, epochs)
-    return Run(
+    run = Run(
         config=config,
         ranks=ranks,
         kept=kept,
@@ -122,33 +122,39 @@ def setup_run(config: Config, ranks: Ranks) -> Run:
         objective=objective,
         spec=spec,
         student=student,
-        dtype=autocast_dtype(config, ranks.device),
-        step=step,
+        dtype=autocast_dtype(config.run.precision, ranks.device),
+        done=checkpoint["step"],
         seen=checkpoint["seen"],
         skips=checkpoint["skips"],
         spent=np.array(checkpoint["spent"]),
-        # A finished run is evaluated again, because result.json needs the metrics.
-        evaluate_first=ended and (last or not ranks.broadcast_sync(kept.rated(step))),
+        evaluate_first=False,
     )
-
-
-def is_evaluated(config: Config, epoch: int) -> bool:
-    """Tell whether there is an evaluation after this number of epochs."""
-    return epoch % config.run.eval_every == 0 or epoch == config.optim.total_epochs
+    if run.done > run.steps:
+        raise UserError(f"{out} is past its end, after step {run.done:,}; choose another --out")
+    epochs, rest = divmod(run.done, len(loader))
+    ended = epochs > 0 and rest == 0 and run.is_evaluated(epochs)
+    # A finished run is evaluated again, because result.json needs the metrics.
+    again = run.done == run.steps or not ranks.broadcast_sync(kept.rated(run.done))
+    return run._replace(evaluate_first=ended and again)
 
 
 def open_loader(
-    config: Config, objective: Objective, mode: Mode, ranks: Ranks = ALONE
+    data: DataOptions,
+    optim: OptimOptions,
+    seed: int,
+    objective: Objective,
+    mode: Mode,
+    ranks: Ranks = ALONE,
 ) -> ThreadedLoader:
     """Open the loader of the training or the validation set: this rank's rows."""
-    optim, training = config.optim, mode == "train"
+    training = mode == "train"
     microbatch = optim.microbatch or optim.batch // ranks.size
     return open_dataset(
-        config.data,
+        data,
         mode,
         # An evaluation has as many images per forward pass as training, which fit into memory.
         batch=optim.batch if training else microbatch * ranks.size,
-        seed=config.run.seed,
+        seed=seed,
         parts=optim.batch // microbatch if training and optim.microbatch else 0,
         rank=ranks.rank,
         ranks=ranks.size,
@@ -158,42 +164,44 @@ def open_loader(
 
 
 def build_trainable(
-    config: Config, objective: Objective, model: nn.Module, num_classes: int, ranks: Ranks
+    options: ModelOptions,
+    optim: OptimOptions,
+    run: RunOptions,
+    objective: Objective,
+    model: nn.Module,
+    num_classes: int,
+    ranks: Ranks,
 ) -> Student:
     """Move the model to the device, let the objective wrap it, and build the student."""
 
     def place(network: nn.Module) -> nn.Module:
         # Augmented images have this memory format too.
         network.to(ranks.device, memory_format=torch.channels_last)
-        return ranks.synchronized(network) if config.model.sync_batchnorm else network
+        return ranks.synchronized(network) if options.sync_batchnorm else network
 
     model = place(model)
-    if config.model.grad_checkpointing:
-        recompute_activations(model, config.model.name)
-    dtype = autocast_dtype(config, ranks.device)
-    if config.model.half_residual:
-        narrow_residual(model, config.model.name, dtype)
-    if objective.adds_network:
-        # A twin on the meta device gives the shapes at every size and computes nothing.
-        with torch.device("meta"):
-            twin, _ = build_model(config, objective, num_classes)
-        objective.check_sizes(twin, num_classes)
+    if options.grad_checkpointing:
+        recompute_activations(model, options.name)
+    dtype = autocast_dtype(run.precision, ranks.device)
+    if options.half_residual:
+        narrow_residual(model, options.name, dtype)
     trainable = objective.wrap(model, num_classes, place)
-    captured = can_capture(config.run.compile, ranks)
-    if captured and ranks.size > 1 and getattr(trainable, "shared", False):
+    captured = can_capture(run.compile, ranks)
+    if captured and ranks.size > 1 and getattr(trainable, "aliases", ()):
         raise UserError(
             "--compile graph on several ranks does not average the gradients of shared weights; "
             "give --compile whole"
         )
-    if captured and config.optim.sam_rho:
+    if captured and optim.sam_rho:
         raise UserError(
-            "--compile graph draws drop-path once more in each pass, and the two of --sam-rho need "
-            "the same; give --compile whole"
+            "--sam-rho needs one mask of drop-path for both passes, and --compile graph draws two; "
+            "give --compile whole"
         )
-    student = build_student(config.optim, model, trainable, ranks, dtype, captured)
+    frozen = options.frozen_statistics
+    student = build_student(optim, model, trainable, ranks, dtype, captured, frozen)
     if captured and not is_fused(student.optimizer):
         raise UserError(
-            f"--compile graph holds no update by {config.optim.optimizer}, which waits for the "
+            f"--compile graph holds no update by {optim.optimizer}, which waits for the "
             f"device; give --compile whole, or --optimizer {' or '.join(FUSED)}"
         )
     return student
@@ -244,16 +252,15 @@ def check_frozen(objective: Objective) -> None:
         )
     if objective.adds_network:
         raise UserError(
-            f"--frozen-statistics keeps the statistics of BatchNorm, and the network that "
-            f"--{objective.name} adds begins without any; give one of the two"
+            "--frozen-statistics keeps the statistics of BatchNorm, and the network that "
+            f"{objective.flag} adds begins without any; give one of the two"
         )
 
 
 def check_datasets(
-    config: Config, objective: Objective, train: ThreadedLoader, val: ThreadedLoader
+    data: DataOptions, objective: Objective, train: ThreadedLoader, val: ThreadedLoader
 ) -> None:
     """Raise UserError where the two sets, the labels and the objective do not fit together."""
-    data = config.data
     if train.class_names != val.class_names:
         pairs = enumerate(zip(train.class_names, val.class_names, strict=False))
         differ = (f"; class {n} is {one!r} and {two!r}" for n, (one, two) in pairs if one != two)
@@ -263,13 +270,13 @@ def check_datasets(
         )
     if objective.needs_score_maps and train.score_maps is None:
         raise UserError(
-            f"{data.train} has no score maps, which --objective {config.objective.name} needs; "
-            "give --score-maps maps.h5, or pack them"
+            f"{data.train} has no score maps, which --objective {objective.setting.options.name} "
+            "needs; give --score-maps maps.h5, or pack them"
         )
 
 
 def check_published(
-    config: Config, objective: Objective, loader: ThreadedLoader, ranks: Ranks
+    data: DataOptions, before_crop: bool, objective: Objective, loader: ThreadedLoader, ranks: Ranks
 ) -> None:
     """Refuse score maps that differ from those which the published code was run with.
 
@@ -278,8 +285,13 @@ def check_published(
     `--augment-before-crop`; of the geometry alone other maps are good for a comparison, and it
     prints a warning.
     """
-    if not objective.needs_score_maps or config.labels.geometry != "published":
+    if not objective.needs_score_maps or objective.setting.labels.geometry != "published":
         return
+    if before_crop and data.maps_on_device:
+        raise UserError(
+            "--augment-before-crop with --geometry published warps the score maps on the host; "
+            "remove --maps-on-device"
+        )
     faults = []
     if loader.score_maps.absent != "zero-logit":
         faults.append("give the classes that they do not keep what probability remains")
@@ -287,30 +299,12 @@ def check_published(
         faults.append("do not cover the center square of every image")
     if not faults:
         return
-    where = f"the score maps of {config.data.score_maps or config.data.train}"
+    where = f"the score maps of {data.maps_name}"
     what = f"{where} {' and '.join(faults)}, unlike those that --geometry published is for"
-    if config.augment.augment_before_crop:
+    if before_crop:
         raise UserError(f"{what}; {RELABEL}, or train with another recipe or --geometry aligned")
     if ranks.is_first:
         print(f"warning: {what}; {RELABEL}", file=sys.stderr)
-
-
-def check_before_crop(config: Config, objective: Objective, loader: ThreadedLoader) -> None:
-    """Raise UserError for what does not go with `--augment-before-crop`."""
-    data = config.data
-    if not config.augment.augment_before_crop:
-        return
-    if not getattr(loader, "prepares", False):
-        raise UserError(
-            f"--loader {data.loader} does not augment whole images; give --loader folder or ffcv, "
-            "or remove --augment-before-crop"
-        )
-    published = objective.needs_score_maps and config.labels.geometry == "published"
-    if published and data.maps_on_device:
-        raise UserError(
-            "--augment-before-crop with --geometry published warps the score maps on the host; "
-            "remove --maps-on-device"
-        )
 
 
 def cover_center_squares(source: Source) -> bool:
@@ -330,12 +324,11 @@ def cover_center_squares(source: Source) -> bool:
     return True
 
 
-def find_checkpoint(config: Config, kept: Checkpoints, ranks: Ranks) -> dict[str, Any] | None:
+def find_checkpoint(run: RunOptions, kept: Checkpoints, ranks: Ranks) -> dict[str, Any] | None:
     """Load the checkpoint to continue from, None for a new run.
 
-    Raises UserError if the folder holds a run that may not be continued, or another run.
+    Raises UserError if the folder holds a run that may not be continued.
     """
-    run = config.run
     # Rank 0 decides: if ranks chose differently, they would wait for each other for ever.
     if not ranks.broadcast_sync(kept.exist()):
         return None
@@ -346,39 +339,19 @@ def find_checkpoint(config: Config, kept: Checkpoints, ranks: Ranks) -> dict[str
         raise UserError(f"{run.out} holds a run already; {remedy}")
     # Only rank 0 hashes the files, warns of damaged ones and remembers them for its saves.
     name = ranks.broadcast_sync(kept.newest() if ranks.is_first else None)
-    checkpoint = checkpoints.load(kept.folder / name) if name else None
-    if checkpoint is None or not is_resumable(checkpoint):
+    checkpoint = checkpoints.load(kept.folder / name) if name else {}
+    if not checkpoint.keys() >= REQUIRED:
         raise UserError(f"{run.out} holds no checkpoint of densefeed; choose another --out")
-    if differs := first_difference(config, checkpoint["config"]):
-        option, value = differs
-        remedy = "give the same value, or choose another --out"
-        raise UserError(f"{run.out} was trained with {option}={value}; {remedy}")
     return checkpoint
 
 
-def is_resumable(checkpoint: dict[str, Any]) -> bool:
-    """Whether a checkpoint holds what a run writes; `Student.restore` checks the states."""
-    values = {name: checkpoint.get(name) for name in REQUIRED}
-    # True is an int for Python.
-    if not all(isinstance(v, REQUIRED[n]) and v is not True for n, v in values.items()):
-        return False
-    seen, spent = checkpoint["seen"], checkpoint["spent"]
-    counts = [checkpoint[name] for name in ("step", "microbatch", "skips")]
-    numbers = len(spent) == 2 and all(type(s) is float and 0 <= s < math.inf for s in spent)
-    sums = seen.dtype == torch.float64 and seen.shape == (2,) and bool(seen.isfinite().all())
-    # The second is a number of losses.
-    return numbers and sums and min(*counts, seen[1]) >= 0
+def divide_batch(optim: OptimOptions, ranks: Ranks, before: int = 0) -> OptimOptions:
+    """Decide how many images a forward pass has; `before` are those of a run to resume, or 0.
 
-
-def resolve(config: Config, ranks: Ranks, checkpoint: dict[str, Any] | None) -> Config:
-    """Decide what the config leaves open: what to compile, and the images per forward pass.
-
-    A resumed run keeps the latter where it can, since the statistics of BatchNorm and drop-path are
-    per forward pass. Raises UserError where a batch cannot be divided so.
+    Such a run keeps them where it can, since the statistics of BatchNorm and drop-path are per
+    forward pass. Raises UserError where a batch cannot be divided so.
     """
-    optim, compile = config.optim, config.run.compile
     local = optim.batch // ranks.size
-    before = checkpoint["microbatch"] if checkpoint else 0
     # The number of ranks may have changed since, and a part lies on one rank.
     small = optim.microbatch or (before if before and local % before == 0 else local)
     if optim.batch % ranks.size or local % small:
@@ -392,14 +365,16 @@ def resolve(config: Config, ranks: Ranks, checkpoint: dict[str, Any] | None) -> 
             f"continuing with {small} images per forward pass, not {before}: same samples, crops "
             "and partners, other BatchNorm statistics"
         )
-    if compile == "auto":
-        compile = "blocks" if ranks.device.type == "cuda" else "never"
-    return replace(
-        config, optim=replace(optim, microbatch=small), run=replace(config.run, compile=compile)
-    )
+    return replace(optim, microbatch=small)
 
 
-def checksum_maps(config: Config, objective: Objective, loader: ThreadedLoader) -> int:
+def choose_compile(run: RunOptions, ranks: Ranks) -> RunOptions:
+    """Decide what `--compile auto` compiles."""
+    auto = "blocks" if ranks.device.type == "cuda" else "never"
+    return replace(run, compile=auto if run.compile == "auto" else run.compile)
+
+
+def checksum_maps(on_bad_sample: str, objective: Objective, loader: ThreadedLoader) -> int:
     """Return the CRC-32 of the first 64 score maps, wherever they are stored; 0 without maps."""
     if not objective.needs_score_maps:
         return 0
@@ -407,25 +382,20 @@ def checksum_maps(config: Config, objective: Objective, loader: ThreadedLoader) 
         maps = loader.source.maps(np.arange(min(CHECKED_MAPS, len(loader.source.labels))))
     except UserError:
         # A damaged map is skipped when its sample comes.
-        if config.data.on_bad_sample == "skip":
+        if on_bad_sample == "skip":
             return 0
         raise
     parts = maps.logit, maps.cls, maps.lse, maps.window
     return zlib.crc32(b"".join(np.ascontiguousarray(part).tobytes() for part in parts))
 
 
-def check_same_data(
-    config: Config, checkpoint: dict[str, Any], fingerprint: str, maps: int
-) -> None:
+def check_same_data(out: Path, checkpoint: dict[str, Any], fingerprint: str, maps: int) -> None:
     """Raise UserError if a run was trained on other images or score maps."""
-    out = config.run.out
-    if checkpoint["fingerprint"] != fingerprint:
-        raise UserError(
-            f"{out} was trained on other images than {config.data.train} holds; give the same, or "
-            "choose another --out"
-        )
-    if checkpoint["maps"] != maps:
-        raise UserError(
-            f"{out} was trained with other score maps than these; give the same, or choose another "
-            "--out"
-        )
+    for name, now, what in (
+        ("fingerprint", fingerprint, "images than --data holds"),
+        ("maps", maps, "score maps than these"),
+    ):
+        if checkpoint[name] != now:
+            raise UserError(
+                f"{out} was trained on other {what}; give the same, or choose another --out"
+            )

@@ -1,6 +1,5 @@
 """The student: what a step changes, and what a checkpoint holds to resume a run."""
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,18 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from densefeed.system.errors import UserError
+from densefeed.objectives.base import WrappedModel
+from densefeed.system.errors import UserError, first_line
 from densefeed.training.config import OptimOptions
 from densefeed.training.ema import WeightAverage
 from densefeed.training.guards import NonFiniteGuard
 from densefeed.training.onednn_linear import is_faster, use_onednn
-from densefeed.training.optimizers import (
-    build_optimizer,
-    expect_state,
-    load_state,
-    select_state,
-    step_unless,
-)
+from densefeed.training.optimizers import build_optimizer, step_unless
 from densefeed.training.ranks import Ranks
 from densefeed.training.sam import worst_weights
 
@@ -37,6 +31,7 @@ class Student(NamedTuple):
     guard: NonFiniteGuard
     clip_grad: float
     sam_rho: float  # 0: no SAM
+    frozen: bool  # trains in evaluation mode
 
     @property
     def extras(self) -> dict[str, nn.Module]:
@@ -46,9 +41,12 @@ class Student(NamedTuple):
         return {n: part for n, part in self.trainable.named_children() if part is not self.model}
 
     @property
-    def agent(self) -> nn.Module | None:
-        """The agent CNN, if there is one."""
-        return self.extras.get("agent")
+    def evaluated(self) -> dict[str, nn.Module]:
+        """The networks that are evaluated, by what follows the names of their metrics."""
+        ema = {"_ema": self.ema.module} if self.ema else {}
+        wrapped = isinstance(self.trainable, WrappedModel)
+        beside = self.trainable.evaluated if wrapped else {}
+        return {"": self.model} | ema | {f"_{name}": network for name, network in beside.items()}
 
     @property
     def averaged(self) -> list[nn.Module]:
@@ -64,6 +62,10 @@ class Student(NamedTuple):
             "optimizer": self.optimizer,
             "scaler": self.scaler,
         } | self.extras
+
+    def train(self) -> None:
+        """Put what is trained into the mode in which it is trained."""
+        self.trainable.train(not self.frozen)
 
     def set_rate(self, rate: float) -> None:
         """Set the learning rate of the next update."""
@@ -82,42 +84,16 @@ class Student(NamedTuple):
         return {name: None if part is None else part.state_dict() for name, part in parts}
 
     def restore(self, checkpoint: dict, out: Path) -> None:
-        """Load a checkpoint of the run in `out` that holds `state`.
-
-        Raises UserError, and changes nothing, if it holds another state.
-        """
-        parts = {name: part for name, part in self.parts.items() if part is not None}
-        taken, expected = select_state(checkpoint.get("optimizer"), expect_state(self.optimizer))
-        for name, part in parts.items():
-            own, saved = part.state_dict(), checkpoint.get(name)
-            if part is self.optimizer:
-                # Most of its groups are options of the run, which are compared with its config.
-                own, saved = expected, taken
-            if where := find_difference(own, saved, name):
-                raise UserError(
-                    f"the checkpoint in {out} does not fit its run: {ascii(where)[1:-1][:100]} is "
-                    "missing, of another kind or not finite; copy it again, or choose another --out"
-                )
-        for name, part in parts.items():
-            if part is self.optimizer:
-                load_state(part, taken)
-            else:
-                part.load_state_dict(checkpoint[name])
-
-
-def find_difference(own: object, saved: object, where: str) -> str:
-    """Return where a saved state has other names or shapes, or a number not finite; "" if not."""
-    if isinstance(own, Tensor):
-        fits = isinstance(saved, Tensor) and saved.shape == own.shape and saved.dtype == own.dtype
-        return "" if fits and bool(saved.isfinite().all()) else where
-    if isinstance(own, dict):
-        if not isinstance(saved, dict) or saved.keys() != own.keys():
-            return where
-        pairs = ((own[key], saved[key], f"{where}.{key}") for key in own)
-        return next(filter(None, (find_difference(*pair) for pair in pairs)), "")
-    # timm's SGDW without momentum has a state of None.
-    fits = type(saved) is type(own) and (own is None or math.isfinite(saved))
-    return "" if fits else where
+        """Load a checkpoint of the run in `out` that holds `state`; UserError for another state."""
+        try:
+            for name, part in self.parts.items():
+                if part is not None:
+                    part.load_state_dict(checkpoint[name])
+        except (KeyError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(
+                f"the checkpoint in {out} does not fit its run ({first_line(error)}); copy it "
+                "again, or choose another --out"
+            ) from error
 
 
 def build_student(
@@ -127,12 +103,14 @@ def build_student(
     ranks: Ranks,
     dtype: torch.dtype | None,
     captured: bool = False,
+    frozen: bool = False,
 ) -> Student:
     """Give `trainable`, which holds `model`, an optimizer, an EMA and guards.
 
     `dtype` is that of autocast. All modules must be on the device, BatchNorm synchronized if it is
     to be. What is trained beside the model has no EMA: the EMA is for evaluation, which needs the
-    model alone. A `captured` update averages gradients over ranks itself, without DDP.
+    model alone. A `captured` update averages gradients over ranks itself, without DDP. A `frozen`
+    student trains in evaluation mode.
     """
     if captured:
         ranks.broadcast(trainable)
@@ -155,6 +133,7 @@ def build_student(
         guard=NonFiniteGuard(ranks.device, optim.on_nonfinite == "skip"),
         clip_grad=optim.clip_grad,
         sam_rho=optim.sam_rho,
+        frozen=frozen,
     )
 
 
@@ -208,7 +187,7 @@ def backward(student: Student, ranks: Ranks, losses: Sequence[Callable[[], Tenso
             loss = compute() / len(losses) if len(losses) > 1 else compute()
             student.scaler.scale(loss).backward()
         mean = loss.detach() if mean is None else mean + loss.detach()
-    if hasattr(student.trainable, "combine_gradients"):
+    if isinstance(student.trainable, WrappedModel):
         # Before SAM, clipping and the guard, which read the gradient that the optimizer applies.
         student.trainable.combine_gradients(ranks.average_gradients)
     return mean

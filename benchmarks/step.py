@@ -83,9 +83,12 @@ from benchmarks.photographs import sample_beton
 from benchmarks.targets import TargetBenchmark, check_token_head, make_step
 from densefeed.models.agent_cnn import AgentCNN
 from densefeed.objectives import build_objective
+from densefeed.objectives.base import get_networks
+from densefeed.objectives.drloc import PAIRS_PER_IMAGE
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
+from densefeed.step import Step
 from densefeed.system.devices import choose_device, synchronize
 from densefeed.system.errors import UserError
 from densefeed.system.malloc import set_malloc, tune_malloc
@@ -93,7 +96,7 @@ from densefeed.system.options import Bounds, with_options
 from densefeed.system.progress import steps_bar
 from densefeed.training.build import autocast_dtype, build_model, flops_per_shape
 from densefeed.training.captured_update import choose_update
-from densefeed.training.compile import get_networks
+from densefeed.training.compile import compile_step
 from densefeed.training.config import Config
 from densefeed.training.monitor import TrainMonitor
 from densefeed.training.onednn_linear import use_onednn
@@ -106,7 +109,6 @@ from densefeed.training.speed import (
     matmul_rate,
     training_flops,
 )
-from densefeed.training.step_inputs import StepInputs
 from densefeed.training.student import build_student
 
 OURS, TIMM, LABELS, DRLOC, LOADER = "ours", "timm", "ours+labels", "ours+drloc", "+loader"
@@ -143,7 +145,7 @@ Rates = dict[Key, list[float]]  # images per second, one value per round
 # The state that glibc's own adaptation reaches once a tensor of 32 MiB was freed: larger ones are
 # mapped, and at most 64 MiB of free memory are kept.
 LEFT_ALONE = {"mmap_max": 65536, "mmap_threshold": 2**25, "trim_threshold": 2**26}
-Step = Callable[[Batch], Tensor | float]  # trains on a batch and returns its loss
+Train = Callable[[Batch], Tensor | float]  # trains on a batch and returns its loss
 Through = Callable[[Iterator[Batch]], Iterator[Batch]]  # passes batches on and times them
 Batches = Callable[[int, Through], Iterator[Batch]]  # the batches of an epoch
 
@@ -201,7 +203,7 @@ class Contest:
         self.steps, self.device = steps, device
         self.works, self.losses, self.waits, self.floors, self.equality = {}, {}, {}, {}, []
 
-    def add(self, key: Key, step: Step, batches: Batches) -> None:
+    def add(self, key: Key, step: Train, batches: Batches) -> None:
         """Add a contestant, whose turn is a few steps on the first batches of an epoch.
 
         A loader's decoding starts within the turn.
@@ -256,11 +258,12 @@ def main(benchmark: StepBenchmark) -> dict:
         *_, beton = sample_beton(benchmark.cache, images, min(benchmark.classes, images))
         benchmark = replace(benchmark, data=beton)
     config = make_config(benchmark, LABELS if benchmark.objective == "token-label" else OURS)
-    dtype = autocast_dtype(config, device) or torch.float32
+    dtype = autocast_dtype(config.run.precision, device) or torch.float32
     classes, loader = benchmark.classes, None
     with use_cores(benchmark.threads), ExitStack() as stack:
         if benchmark.loader == "ffcv":
-            loader = open_loader(config, build_objective(config.setting), "train")
+            objective = build_objective(config.setting)
+            loader = open_loader(config.data, config.optim, config.run.seed, objective, "train")
             stack.enter_context(closing(loader))
             check_loader(benchmark, loader)
             classes = loader.num_classes
@@ -404,7 +407,7 @@ def build_contest(
         # oneDNN is part of our step; timm's has PyTorch's defaults.
         use_onednn(model, False)
         steps[TIMM] = timm_step(config, model, device, steps[OURS].seed)
-        bar = EQUAL[autocast_dtype(config, device)]
+        bar = EQUAL[autocast_dtype(config.run.precision, device)]
         # These first steps also compile, before anything is timed.
         contest.equality.append(compare_losses(steps, batch, mode, bar))
         for name, step in steps.items():
@@ -432,15 +435,16 @@ def build_ours(
             config = with_options(config, bootstrap="joint")
         objective = build_objective(config.setting)
         torch.manual_seed(config.run.seed)
-        model, _ = build_model(config, objective, classes)
+        model, _ = build_model(config.model, config.data, objective, classes)
         # The networks and heads beside the model have equal weights whatever the model has drawn.
         torch.manual_seed(config.run.seed)
-        student = build_trainable(config, objective, model, classes, Ranks(0, 1, device))
+        sections = config.model, config.optim, config.run
+        student = build_trainable(*sections, objective, model, classes, Ranks(0, 1, device))
         found[name] = student.trainable
         if name == AGENT:
-            found[name] = student.agent
+            found[name] = student.trainable.agent
             # A step reads mean and deviation of its network, which an agent lacks.
-            student.agent.pretrained_cfg = model.pretrained_cfg
+            found[name].pretrained_cfg = model.pretrained_cfg
     return found
 
 
@@ -473,50 +477,57 @@ class OurStep:
         self, config: Config, trainable: nn.Module, loader: ThreadedLoader, device: torch.device
     ) -> None:
         # A check of its sizes may have left the model in evaluation mode.
-        trainable, dtype = deepcopy(trainable).train(), autocast_dtype(config, device)
-        ranks, objective = Ranks(0, 1, device), build_objective(config.setting)
-        model = get_networks(trainable)[0]
-        self.student = build_student(config.optim, model, trainable, ranks, dtype)
-        self.inputs = StepInputs(config, ranks, loader, objective, trainable, dtype)
+        trainable, run = deepcopy(trainable).train(), config.run
+        self.config, self.ranks = config, Ranks(0, 1, device)
+        dtype, model = autocast_dtype(run.precision, device), get_networks(trainable)[0]
+        self.student = build_student(config.optim, model, trainable, self.ranks, dtype)
+        self.step = Step(
+            loader,
+            trainable,
+            build_objective(config.setting),
+            config.augment,
+            dtype=dtype,
+            compute=compile_step(run.compile, trainable, config.model.drop_path_form),
+        )
         seen = torch.zeros(2, dtype=torch.float64)
-        self.monitor = TrainMonitor(config, ranks, self.student, self.inputs, seen, skips=0)
-        self.update, self.numbers = choose_update(config.run.compile, ranks), count()
+        self.monitor = TrainMonitor(self.student, self.step, self.ranks, run.out, seen, skips=0)
+        self.update, self.numbers = choose_update(run.compile, self.ranks), count()
 
     def __call__(self, batch: Batch) -> Tensor:
         """Train on a batch and return its loss."""
         number = next(self.numbers)
         losses = self.losses(batch, number)
-        loss, _ = self.update(self.student, self.inputs.ranks, number, losses)
+        loss, _ = self.update(self.student, self.ranks, number, losses)
         self.monitor.add(loss)
         return loss
 
     def losses(self, batch: Batch, number: int) -> list[Callable[[], Tensor]]:
         """Return a list of one function, which computes the loss of step `number`."""
         # Always the first batch: the plan of a constant batch has no other.
-        return self.inputs.losses(self.student.network, [batch], self.epoch(number), 0)
+        batch = batch._replace(epoch=self.epoch(number), step=0)
+        return self.step.losses(self.student.network, batch)
 
     def epoch(self, number: int) -> int:
         """Return the epoch that step `number` counts as, so that pairs of tokens differ."""
-        return number % self.inputs.config.optim.epochs
+        return number % self.config.optim.epochs
 
     def seed(self, number: int) -> int:
         """Return the seed of drop-path in step `number`."""
-        return self.inputs.loader.plan.step_seed(self.epoch(number), 0, 0)
+        return self.step.loader.plan.step_seed(self.epoch(number), 0, 0)
 
     def batches(self, epoch: int, through: Through) -> Iterator[Batch]:
         """Yield the loader's batches, augmented."""
-        for (batch,) in self.inputs.batches(epoch, 0, through):
-            yield batch
+        return self.step.batches(epoch, 0, through)
 
 
 def timm_step(
     config: Config, model: nn.Module, device: torch.device, seed: Callable[[int], int]
-) -> Step:
+) -> Train:
     """Build the one-device step of timm's train.py from timm's public parts with their defaults.
 
     `seed` gives that of drop-path in step number n, from 0.
     """
-    dtype = autocast_dtype(config, device)
+    dtype = autocast_dtype(config.run.precision, device)
     # reduce-overhead is PyTorch's mode with CUDA graphs.
     how = "reduce-overhead" if config.run.compile == "graph" else None
     network = model if config.run.compile == "never" else torch.compile(model, mode=how)
@@ -548,7 +559,7 @@ def timm_step(
     return step
 
 
-def compare_losses(steps: dict[str, Step], batch: Batch, mode: str, bar: float) -> dict:
+def compare_losses(steps: dict[str, Train], batch: Batch, mode: str, bar: float) -> dict:
     """Return our and timm's losses and their largest relative difference.
 
     The losses are those before and after the first update from equal weights.
@@ -558,7 +569,7 @@ def compare_losses(steps: dict[str, Step], batch: Batch, mode: str, bar: float) 
     return {"mode": mode, **losses, "rel_error": far, "bar": bar}
 
 
-def first_losses(step: Step, batch: Batch) -> tuple[float, float]:
+def first_losses(step: Train, batch: Batch) -> tuple[float, float]:
     """Return the first loss and the first different one.
 
     The scaler of float16 skips updates until it has found its scale.
@@ -589,22 +600,24 @@ def measure_floor(step: OurStep, batch: Batch, classes: int) -> Floor:
     is 12 times the weights' bytes. Saved activations are written and read once. SGD has one moment.
     SAM has the passes twice, and between them it copies, moves and restores the weights.
     """
-    trainable, config = step.student.trainable, step.inputs.config
+    trainable, config = step.student.trainable, step.config
     size, (compute,) = config.data.size, step.losses(batch, 0)
+    sam, sgd = config.optim.sam_rho > 0, config.optim.optimizer == "sgd"
     with ActivationBytes(trainable) as saved:
         compute()
     if isinstance(trainable, AgentCNN):
         # The config describes the model, not its agent. On the meta device nothing is computed.
         flops = training_flops(deepcopy(trainable).to("meta"), size)
     else:
-        flops = flops_per_shape(config, step.inputs.objective, classes)[size, size]
+        with torch.device("meta"):
+            _, spec = build_model(config.model, config.data, step.step.objective, classes)
+        flops = (1 + sam) * flops_per_shape(spec, step.step.objective, classes)[size, size]
     # The weights of each DRLoc head multiply every pair of an image: forward, and twice as much
     # backward.
     heads = getattr(trainable, "localizer", nn.Identity()).modules()
     matrices = sum(layer.weight.numel() for layer in heads if isinstance(layer, nn.Linear))
-    flops += 3 * 2 * config.objective.drloc.pairs * matrices
+    flops += 3 * 2 * PAIRS_PER_IMAGE * matrices
     weights = sum(p.nbytes for p in trainable.parameters())
-    sam, sgd = config.optim.sam_rho > 0, config.optim.optimizer == "sgd"
     moves = 12 - 2 * sgd + 10 * sam
     return Floor(flops, moves * weights + 2 * (1 + sam) * saved.bytes)
 

@@ -20,11 +20,15 @@ from densefeed.pipelines.mixing import Mix, Mixing
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.relabel.labeling import begin_pass
 from densefeed.relabel.workers import label
+from densefeed.step import Step
 from densefeed.storage.images import Images
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.training.build import build_model
+from densefeed.training.compile import compile_step
 from densefeed.training.config import Config
-from densefeed.training.setup import open_loader
+from densefeed.training.ranks import ALONE, Ranks
+from densefeed.training.setup import build_trainable, open_loader
+from densefeed.training.student import Student
 
 CPU = torch.device("cpu")
 # Options of a run that trains a small transformer and an agent with shared weights.
@@ -85,6 +89,25 @@ def label_images(
 def train_loader(config: Config) -> ThreadedLoader:
     objective = objective_for(config)
     return open_loader(config.data, config.optim, config.run.seed, objective, "train")
+
+
+def student_for(config: Config, ranks: Ranks = ALONE) -> Student:
+    """The student of a run on data of two classes."""
+    sections = config.model, config.optim, config.run
+    return build_trainable(*sections, objective_for(config), model_for(config), 2, ranks)
+
+
+def step_for(config: Config, loader: ThreadedLoader, trainable: nn.Module, dtype=None) -> Step:
+    """The step of a run, as train.py builds it."""
+    return Step(
+        loader,
+        trainable,
+        objective_for(config),
+        config.augment,
+        dtype=dtype,
+        compute=compile_step(config.run.compile, trainable, config.model.drop_path_form),
+        maps_on_device=config.data.maps_on_device,
+    )
 
 
 class FirstBatch(NamedTuple):

@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import densefeed.step
 import densefeed.train as training
 from densefeed.models import checkpoints
 from densefeed.system.errors import UserError
-from densefeed.training import step_inputs
+from densefeed.training import monitor
 from densefeed.training.guards import STOPPING, NonFiniteGuard
 
 from .runs import stopped_after, train_loader
@@ -495,14 +496,14 @@ def test_nonfinite_step_stops_the_run_and_changes_no_weight(micro, tmp_path, mon
 
 def test_the_cause_of_a_bad_step_is_found_by_doing_it_again(micro, tmp_path, monkeypatch):
     """A sample whose pixels are spoilt: the step, its samples and the first tensor."""
-    augmented = step_inputs.augment_batches
+    augmented = densefeed.step.augment_batches
 
     def spoilt(batches, augmentation, device):
         for batch in augmented(batches, augmentation, device):
             bad = (batch.index == 7) & (batch.epoch == 1)
             yield batch._replace(image=torch.where(bad[:, None, None, None], math.nan, batch.image))
 
-    monkeypatch.setattr(step_inputs, "augment_batches", spoilt)
+    monkeypatch.setattr(densefeed.step, "augment_batches", spoilt)
     plan = train_loader(micro(tmp_path / "run")).plan
     index = plan.shard(1)[0]
     at = int((index == 7).any(1).argmax())
@@ -518,11 +519,12 @@ def test_the_cause_of_a_bad_step_is_found_by_doing_it_again(micro, tmp_path, mon
 def test_skipped_steps_are_counted_and_their_losses_are_excluded(
     micro, tmp_path, monkeypatch, capsys
 ):
-    fields = dict(on_nonfinite="skip", max_skips=2, log_every=3, epochs=3)
+    fields = dict(on_nonfinite="skip", log_every=3, epochs=3)
     with monkeypatch.context() as patch:
+        patch.setattr(monitor, "MOST_SKIPS", 2)
         seen = poisoned(patch, 1, 3, 4, 5)
         with pytest.raises(
-            UserError, match=r"4 updates were skipped .* from step 4 on; .* more than --max-skips 2"
+            UserError, match=r"4 updates were skipped .* from step 4 on; .* more than the 2 that"
         ):
             training.train(micro(tmp_path / "run", **fields))
     assert (
@@ -535,10 +537,7 @@ def test_skipped_steps_are_counted_and_their_losses_are_excluded(
     assert math.isfinite(line["loss"])
     # The skip of the first epoch still counts after a resume: one more is allowed.
     assert checkpoints.load(tmp_path / "run" / "last.pt")["skips"] == 1
-    # A lower limit does not stop a run that skips no further steps.
-    shutil.copytree(tmp_path / "run", tmp_path / "strict", symlinks=True)
-    strict = micro(tmp_path / "strict", resume="auto", **fields | {"max_skips": 0})
-    assert training.train(strict)["top1"] >= 0
+    monkeypatch.setattr(monitor, "MOST_SKIPS", 2)
     poisoned(monkeypatch, 3, 4)
     with pytest.raises(UserError, match=r"3 updates were skipped"):
         training.train(micro(tmp_path / "run", resume="auto", **fields))

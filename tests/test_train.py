@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import re
 import shutil
 
@@ -25,7 +24,6 @@ from densefeed.system.options import flag, leaves, with_options
 from densefeed.training.config import Config
 from densefeed.training.evaluation import Metrics
 from densefeed.training.run_checkpoints import Checkpoints
-from densefeed.training.setup import is_resumable
 
 from .runs import first_batch, model_for, objective_for, records, train_loader
 from .stores import write_store
@@ -552,24 +550,6 @@ def test_the_config_of_another_version_is_refused_with_its_folder(packed, tmp_pa
     message = f"the run in {out} was written by another version of densefeed; train again"
     with pytest.raises(UserError, match=message):
         training.train(config(packed, out, epochs=1, resume="auto"))
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("spent", value) for value in ([1.0], [1.0, -1.0], [math.inf, 1.0], [1, 1], "ab", None)),
-        *(("seen", torch.tensor(value).double()) for value in ([1, -1], [math.nan, 1], [1], 1)),
-        *((count, value) for count in ("step", "microbatch", "skips") for value in (-1, True, 1.0)),
-    ],
-)
-def test_counts_and_times_that_no_run_has_are_not_resumed(name, value):
-    checkpoint = {
-        **{"config": {}, "fingerprint": "f", "maps": 0, "optimizer": {}, "model": {}},
-        **{"step": 3, "microbatch": 4, "skips": 0, "seen": torch.zeros(2).double()},
-        **{"spent": [2.0, 1.0]},
-    }
-    assert is_resumable(checkpoint)
-    assert not is_resumable(checkpoint | {name: value})
 
 
 def test_third_party_checkpoint_is_not_resumed(packed, tmp_path):

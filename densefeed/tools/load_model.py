@@ -14,11 +14,14 @@ from torch import nn
 from densefeed.models import checkpoints
 from densefeed.models.model_spec import CANNOT_BUILD
 from densefeed.models.token_transformer import TokenTransformer
-from densefeed.objectives import build_objective
+from densefeed.objectives import Objectives, build_objective, complete
+from densefeed.objectives.base import Setting
+from densefeed.pipelines.mixing import MixOptions
+from densefeed.pipelines.targets import TargetRules
 from densefeed.storage.geometry import center_box
 from densefeed.storage.images import crop_resize
 from densefeed.system.errors import UserError, first_line
-from densefeed.training.config import Config
+from densefeed.system.options import from_dict
 
 Weights = Literal["ema", "raw"]
 # The filter of evaluation in runs whose config has no option for it.
@@ -129,9 +132,12 @@ def open_beside(trained: Trained, name: str, device: torch.device) -> Trained:
             f"or leave out --network {name}"
         )
     checkpoints.check_tensors(weights, path)
-    config = Config.from_dict(checkpoint.get("config"), where=str(path))
+    shapes = [(trained.size, trained.size)]
     try:
-        objective = build_objective(config.setting)
+        section = from_dict(complete(Objectives()), checkpoint["config"]["objective"])
+        # Labels, mixing and epochs do not change what is built.
+        plain = TargetRules(), MixOptions(mixtoken=False)
+        objective = build_objective(Setting(section, *plain, shapes, 1, trained.name))
         joint = objective.wrap(model, model.num_classes, lambda network: network.to(device))
         network = joint.evaluated[name]
         network.load_state_dict(weights)

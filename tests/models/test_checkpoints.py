@@ -722,7 +722,8 @@ def test_the_first_evaluation_is_that_of_the_resized_model(folder, maps, tmp_pat
     model.load_state_dict(weights | {"pos_embed": resized(weights["pos_embed"], 12)})
     ended, _ = checkpoints.build(tmp_path / "large" / "last.pt")
     torch.testing.assert_close(predict(ended, 96), predict(model, 96), rtol=1e-4, atol=1e-4)
-    loader = setup.open_loader(config, build_objective(config.setting), "evaluate")
+    objective = build_objective(config.setting)
+    loader = setup.open_loader(config.data, config.optim, 0, objective, "evaluate")
     normalize = Normalize(model.pretrained_cfg["mean"], model.pretrained_cfg["std"])
     hits = images = 0
     with torch.no_grad():

@@ -26,6 +26,7 @@ from densefeed.pipelines.augment.settings import Augment
 from densefeed.pipelines.batch import Batch, ScoreMapSpec
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.targets import sparse_targets
+from densefeed.step import Step
 from densefeed.system.errors import UserError
 from densefeed.training import evaluation
 from densefeed.training.config import Config
@@ -33,7 +34,6 @@ from densefeed.training.evaluation import Metrics
 from densefeed.training.monitor import TrainMonitor
 from densefeed.training.ranks import Ranks
 from densefeed.training.setup import Run
-from densefeed.training.step_inputs import StepInputs
 from densefeed.training.student import Student
 
 from .counting import PREPARATIONS, WAITS, Seen, watch
@@ -192,7 +192,7 @@ def without_judges() -> Iterator[None]:
     with (
         mock.patch.object(TrainMonitor, "mean_loss_sync", mean_loss),
         mock.patch.object(evaluation, "mean_metrics_sync", mean_metrics),
-        mock.patch.object(StepInputs, "check_sync", return_value=None),
+        mock.patch.object(Step, "check_sync", return_value=None),
     ):
         yield
 

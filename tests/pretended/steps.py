@@ -95,7 +95,8 @@ class Steps:
         from densefeed.training.monitor import TrainMonitor
         from densefeed.training.ranks import Ranks
         from densefeed.training.setup import build_trainable
-        from densefeed.training.step_inputs import StepInputs
+
+        from ..runs import step_for
 
         config = next(r for r in recipes.RECIPES if r.__name__ == recipe)()
         config = with_options(config, **{"batch": images} | options)
@@ -103,28 +104,32 @@ class Steps:
             config = replace(config, optim=replace(config.optim, microbatch=config.optim.batch))
         device = choose_device(config.run.device if config.run.device != "auto" else "cuda")
         ranks, objective = Ranks(0, 1, device), build_objective(config.setting)
-        loader, dtype = ConstantLoader(config, config.optim.batch), autocast_dtype(config, device)
-        model, _ = build_model(config, objective, CLASSES)
-        self.student = build_trainable(config, objective, model, CLASSES, ranks)
+        loader = ConstantLoader(config, config.optim.batch)
+        model, _ = build_model(config.model, config.data, objective, CLASSES)
+        sections = config.model, config.optim, config.run
+        self.student = build_trainable(*sections, objective, model, CLASSES, ranks)
         trainable, nothing = self.student.trainable.train(), torch.zeros(2, dtype=torch.float64)
-        self.inputs = StepInputs(config, ranks, loader, objective, trainable, dtype)
-        self.monitor = TrainMonitor(config, ranks, self.student, self.inputs, nothing, skips=0)
+        dtype = autocast_dtype(config.run.precision, device)
+        self.step = step_for(config, loader, trainable, dtype)
+        # Nothing is computed on this device, so the values of score maps are none.
+        self.step.check_sync = lambda batch: None
+        self.monitor = TrainMonitor(self.student, self.step, ranks, config.run.out, nothing, 0)
         self.update = choose_update(config.run.compile, ranks)
-        self.config, self.step = config, 0
-        self._batches = self.inputs.batches(0, 0)
+        self.config, self.ranks, self.done = config, ranks, 0
+        self._batches = self.step.batches(0)
 
     def next_batch(self) -> None:
-        self._parts = next(self._batches)
+        self._batch = next(self._batches)
 
     def train(self) -> None:
         from densefeed.training.schedule import learning_rate
 
-        batches = self.inputs.loader.plan.batches
-        self.student.set_rate(learning_rate(self.config.optim, self.step, batches))
-        losses = self.inputs.losses(self.student.network, self._parts, 0, self.step)
-        loss, _ = self.update(self.student, self.inputs.ranks, self.step, losses)
+        batches = self.step.loader.plan.batches
+        self.student.set_rate(learning_rate(self.config.optim, self.done, batches))
+        losses = self.step.losses(self.student.network, self._batch)
+        loss, _ = self.update(self.student, self.ranks, self.done, losses)
         self.monitor.add(loss)
-        self.step += 1
+        self.done += 1
 
     @property
     def halves(self) -> dict[str, Callable[[], None]]:

@@ -10,6 +10,7 @@ from timm.utils import ModelEmaV3
 
 from densefeed import train
 from densefeed.pipelines.augment.augmentation import Augmentation
+from densefeed.step import Step
 from densefeed.system.errors import UserError
 from densefeed.tools import advise
 from densefeed.tools.advise import (
@@ -23,7 +24,7 @@ from densefeed.tools.advise import (
     recommend,
     thread_counts,
 )
-from densefeed.training import compile, step_inputs
+from densefeed.training import compile
 from densefeed.training.monitor import TrainMonitor
 
 CPU = torch.device("cpu")
@@ -200,7 +201,8 @@ def events(monkeypatch):
         return len(batch.image), layout, network.training, dtype
 
     spy(compile, "step_loss", describe_forward)
-    spy(step_inputs, "compile_step", lambda mode, _: [mode])
+    for module in (train, advise):
+        spy(module, "compile_step", lambda mode, *_: [mode])
     spy(Augmentation, "__call__", lambda _, batch, plan: [len(batch.image), batch.image.dtype])
     spy(torch.nn.utils, "clip_grads_with_norm_", lambda _parameters, most, _norm: [most])
     spy(ModelEmaV3, "update", lambda *_: [])
@@ -232,13 +234,13 @@ def test_the_step_does_what_the_loop_of_a_training_does(micro, tmp_path, events)
 
 
 def test_augmentation_draws_anew_in_each_step(micro, tmp_path, monkeypatch):
-    images, losses = [], step_inputs.StepInputs.losses
+    images, losses = [], Step.losses
 
-    def record(self, network, parts, *step):
-        images.append(parts[0].image)
-        return losses(self, network, parts, *step)
+    def record(self, network, batch):
+        images.append(batch.image)
+        return losses(self, network, batch)
 
-    monkeypatch.setattr(step_inputs.StepInputs, "losses", record)
+    monkeypatch.setattr(Step, "losses", record)
     step = advise.build_step(micro(tmp_path, rand_augment="rand-m9-mstd0.5-inc1"), CPU)
     step()
     step()

@@ -3,6 +3,7 @@
 import errno
 import re
 from contextlib import closing
+from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -16,12 +17,14 @@ from densefeed.explain.capture import capture_attention
 from densefeed.explain.features import block_features
 from densefeed.explain.relevance import class_relevance
 from densefeed.models.agent_cnn import make_agent
+from densefeed.objectives import Objectives, complete
 from densefeed.pipelines.augment.augmentation import Normalize
 from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.storage.images import Images
 from densefeed.system.errors import UserError
+from densefeed.system.options import with_options
 from densefeed.tools import explain
 from densefeed.tools.audit import INKS
 from densefeed.tools.explain import Explanations, ImageFile, find_images, main, read_input
@@ -319,9 +322,10 @@ def joint_run(request, runs, tmp_path) -> tuple[Path, torch.nn.Module]:
         for weights in part.parameters():
             torch.nn.init.normal_(weights, 0, 0.1)
     averaged = {name: weights + 1 for name, weights in model.state_dict().items()}
-    options = {"mode": request.param, "agent": "base", "agent_kwargs": ["down=(1,3)"]}
+    options = dict(bootstrap=request.param, agent="base", agent_kwargs=("down=(1,3)",))
+    section = with_options(complete(Objectives(name="ce")), **options)
     saved = {"recipe": {"name": "bootstrapping_vit_micro", "kwargs": kwargs}, "class_names": NAMES}
-    config = {"data": {"size": SIZE, "crop_pct": 0.9}, "objective": {"bootstrap": options}}
+    config = {"data": {"size": SIZE, "crop_pct": 0.9}, "objective": asdict(section)}
     saved |= {"config": config, "model": model.state_dict(), "ema": averaged}
     folder = tmp_path / "joint"
     folder.mkdir()
@@ -352,7 +356,7 @@ def test_the_agent_of_a_joint_run_is_shown_by_its_features(options, joint_run, t
 def test_a_run_without_an_agent_is_refused(options, joint_run):
     with pytest.raises(UserError, match=r"lvvit.last.pt holds no agent; .* leave out --network"):
         main(options(network="agent"))
-    with pytest.raises(UserError, match=r"test_vit is a model of timm, without an agent"):
+    with pytest.raises(UserError, match=r"test_vit is a model of timm alone; leave out"):
         main(options(source="test_vit", network="agent"))
     path = joint_run[0] / "last.pt"
     saved = torch.load(path)

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import densefeed.train as training
 from densefeed.objectives.base import step_loss
-from densefeed.training import captured_update, setup, step_inputs
+from densefeed.training import captured_update, setup
 
 
 def tensors(values: object) -> list[Tensor]:
@@ -79,5 +80,5 @@ PATCHES = (
         (module, "can_capture", lambda mode, _: mode == "graph")
         for module in (captured_update, setup)
     ),
-    (step_inputs, "compile_step", lambda *_: step_loss),
+    (training, "compile_step", lambda *_: step_loss),
 )

@@ -154,10 +154,10 @@ def test_a_loop_of_ones_own_reads_the_shape_from_the_batch(micro, packed, tmp_pa
     model = model_for(micro(tmp_path, **BUCKETS)).train()
     options = {**BUCKETS, "multi_scale": (48, 64)}
     with densefeed.open_loader(packed[0], batch=4, threads=1, **options) as loader:
-        loss_of, shapes = densefeed.TokenLabeling(loader, mixtoken=True, smoothing=0.1), set()
-        for batch in loader.epoch(1):
-            shapes.add(tuple(batch.image.shape[1:3]))
-            assert loss_of(model, batch).isfinite()
+        step, shapes = densefeed.build_step(loader, model, mixtoken=True), set()
+        for batch in step.batches(1):
+            shapes.add(tuple(batch.image.shape[2:]))
+            assert step(model, batch).isfinite()
         assert shapes == {loader.plan.shape(1, step) for step in range(3)}
         assert len(shapes) > 1
 

@@ -77,7 +77,7 @@ def test_a_captured_update_that_is_skipped_leaves_nothing(micro, tmp_path, tapes
         return batch._replace(image=batch.image * math.nan) if len(seen) % 3 == 2 else batch
 
     monkeypatch.setattr(Augmentation, "forward", spoil)
-    fields = dict(epochs=5, on_nonfinite="skip", max_skips=99, log_every=3, **AUGMENTED)
+    fields = dict(epochs=5, on_nonfinite="skip", log_every=3, **AUGMENTED)
     fields["drop_path_form"] = "mask"
     states = []
     for run, how in (("plain", "never"), ("graph", "graph")):

@@ -11,18 +11,12 @@ import torch
 from timm.layers import DropPath
 
 from densefeed.models.agent_cnn import make_agent
-from densefeed.objectives.base import StepContext
+from densefeed.objectives.base import StepContext, get_networks
 from densefeed.objectives.bootstrapping import JointModel
 from densefeed.objectives.drloc import LocalizedModel
 from densefeed.pipelines.mixing import MixOptions
 from densefeed.system.devices import tag_compiled_code
-from densefeed.training.compile import (
-    DropPathMasks,
-    SharedDropPath,
-    compile_step,
-    get_networks,
-    share_drop_path,
-)
+from densefeed.training.compile import DropPathMasks, SharedDropPath, compile_step, share_drop_path
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 import densefeed.train as training
+from densefeed.objectives import check_unused
 from densefeed.recipes import RECIPES
 from densefeed.system.errors import UserError
 from densefeed.system.options import with_options
 from densefeed.training import ranks
-from densefeed.training.config import Config, check_recipe, check_unused
+from densefeed.training.config import Config, check_recipe
 
 NAMED = {recipe.__name__: recipe() for recipe in RECIPES}
 
@@ -31,7 +32,7 @@ NAMED = {recipe.__name__: recipe() for recipe in RECIPES}
             "--drloc-published has no effect without --drloc; remove it",
         ),
         ("lvvit_micro_ce", dict(drloc_weight=0.1), "--drloc-weight has no effect"),
-        ("swin_t_drloc", dict(drloc="none", drloc_pairs=8), "--drloc-pairs has no effect"),
+        ("swin_t_drloc", dict(drloc="none", drloc_hidden=64), "--drloc-hidden has no effect"),
         (
             "bootstrapping_vit_s_joint",
             dict(align="none"),
@@ -66,7 +67,6 @@ NAMED = {recipe.__name__: recipe() for recipe in RECIPES}
         ("lvvit_micro_ce", dict(mixup=0.2, mix_prob=0.3), ""),
         ("lvvit_micro_ce", dict(mixup=0.2, switch_prob=0.3), "without --cutmix and --mixup"),
         ("lvvit_micro_ce", dict(mix_label="regions"), "without --mixtoken, --cutmix or --mixup"),
-        ("lvvit_micro_ce", dict(max_skips=3), "without --on-nonfinite skip"),
     ],
 )
 def test_error_on_option_without_effect(name, fields, message):

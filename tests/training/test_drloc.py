@@ -9,8 +9,7 @@ import torch
 import densefeed.train as training
 from densefeed.models import checkpoints
 from densefeed.objectives.base import StepContext, step_loss
-from densefeed.objectives.drloc import LocalizedModel
-from densefeed.pipelines.pairs import draw_pairs
+from densefeed.objectives.drloc import LocalizedModel, draw_pairs
 from densefeed.system.errors import UserError
 from densefeed.system.options import with_options
 from densefeed.tools import export, validate
@@ -146,7 +145,6 @@ def test_combinations_train_and_change_heads(micro, tmp_path, name):
             dict(CE, drloc_grid=0, model="crossvit_tiny_240", size=240),
             r"for crossvit_tiny_240: its features are neither a map nor a grid of tokens",
         ),
-        (dict(drloc_pairs=0), "--drloc-pairs is 0, and must be at least 1"),
         (dict(drloc_hidden=0), "--drloc-hidden is 0, and must be from 1 to 16,384"),
         (dict(drloc_weight=-1.0), "--drloc-weight is -1, and must be at least 0$"),
         (dict(drloc_weight=math.inf), "--drloc-weight is inf, and must be at least 0 and finite"),
@@ -164,7 +162,6 @@ def test_error_on_resume_with_other_drloc_options(micro, tmp_path):
     for fields in (
         dict(drloc="none"),
         dict(drloc_weight=0.1),
-        dict(drloc_pairs=8),
         dict(drloc_hidden=64),
         dict(drloc="signed"),
     ):

@@ -6,8 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from densefeed.step import PartLoss
 from densefeed.system.errors import UserError
 from densefeed.system.options import with_options
+from densefeed.training import monitor
 from densefeed.training.config import Config
 from densefeed.training.monitor import LEAST_SCALE, TrainMonitor
 from densefeed.training.ranks import Ranks
@@ -21,15 +23,13 @@ def build_monitor(dtype=None, **fields) -> tuple[TrainMonitor, SimpleNamespace, 
     config = with_options(Config(), out=Path("run"), ema=0.0, **fields)
     model = torch.nn.Linear(1, 1, bias=False)
     student = build_student(config.optim, model, model, ALONE, dtype)
-    feed = SimpleNamespace(
-        loader=[0] * 10,
-        batches=lambda epoch, at: iter([[SimpleNamespace(index=torch.tensor([7]))]]),
-    )
+    feed = SimpleNamespace(loader=[0] * 10, batches=lambda epoch, at: iter([None]))
     seen = torch.zeros(2, dtype=torch.float64)
-    watch, steps = TrainMonitor(config, ALONE, student, feed, seen, 0), iter(range(1000))
+    watch, steps = TrainMonitor(student, feed, ALONE, config.run.out, seen, 0), iter(range(1000))
 
     def step(factor: float) -> None:
-        compute = lambda: (model.weight.float() * factor).sum()  # noqa: E731
+        samples = SimpleNamespace(index=torch.tensor([7]))
+        compute = PartLoss(lambda *_: (model.weight.float() * factor).sum(), (samples,), None)
         feed.losses = lambda *_: [compute]
         watch.add(update(student, ALONE, next(steps), [compute])[0])
 
@@ -57,8 +57,9 @@ def test_error_names_bad_step_and_its_samples():
         watch.mean_loss_sync(2)
 
 
-def test_skipped_updates_are_counted_up_to_max_skips(capsys):
-    watch, _, step = build_monitor(on_nonfinite="skip", max_skips=2)
+def test_skipped_updates_are_counted_up_to_a_limit(capsys, monkeypatch):
+    monkeypatch.setattr(monitor, "MOST_SKIPS", 2)
+    watch, _, step = build_monitor(on_nonfinite="skip")
     step(1.0), step(float("nan"))
     watch.mean_loss_sync(2)
     assert (watch.skips, watch.seen[1].item()) == (1, 1)
@@ -67,7 +68,7 @@ def test_skipped_updates_are_counted_up_to_max_skips(capsys):
         in capsys.readouterr().err
     )
     step(float("nan")), step(float("nan"))
-    with pytest.raises(UserError, match=r"3 updates were skipped .* more than --max-skips 2"):
+    with pytest.raises(UserError, match=r"3 updates were skipped .* than the 2 that a run may"):
         watch.mean_loss_sync(4)
 
 

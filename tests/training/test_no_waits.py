@@ -39,10 +39,9 @@ from densefeed.training.config import Config
 from densefeed.training.optimizers import FUSED
 from densefeed.training.ranks import Ranks
 from densefeed.training.setup import build_trainable
-from densefeed.training.step_inputs import StepInputs
 from densefeed.training.student import update
 
-from ..runs import objective_for
+from ..runs import objective_for, step_for
 
 CUDA, IMAGES, CLASSES = torch.device("cuda"), 8, 100
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product_flash_attention")
@@ -167,8 +166,7 @@ def multiply(query: Tensor, key: Tensor, value: Tensor, *_, **options) -> Tensor
 
 def add_gradients(module: nn.Module, *_: Tensor) -> None:
     """Do what a backward pass leaves: the gradients, also of weights that networks share."""
-    lent = module.agent.shared_tensors() if getattr(module, "shared", False) else []
-    for parameter in [*module.parameters(), *lent]:
+    for parameter in [*module.parameters(), *getattr(module, "aliases", ())]:
         parameter.grad = torch.empty_like(parameter)
 
 
@@ -189,7 +187,6 @@ def fake_cuda():
             ("torch.cuda.is_bf16_supported", lambda *_: True),
             ("torch.Tensor.pin_memory", lambda tensor: tensor),
             ("torch.Tensor.numpy", to_numpy),
-            ("densefeed.training.setup.build_model", build_meta),
             # Fake tensors have no memory for a kernel; tests/pretended has the launches.
             ("densefeed.pipelines.augment.fused_triton.launch", lambda *_, **constants: None),
             ("timm.utils.model_ema.deepcopy", copy_module),
@@ -212,17 +209,18 @@ def run_step(config: Config) -> Watch:
     spec = ScoreMapSpec(18, 5, CLASSES, "tail", 40, 0.5)
     loader = SimpleNamespace(plan=plan, score_maps=spec)
     with fake_cuda():
-        model, _ = build_meta(config, objective, CLASSES)
-        student = build_trainable(config, objective, model, CLASSES, ranks)
-        trainable, dtype = student.trainable.train(), autocast_dtype(config, CUDA)
-        inputs = StepInputs(config, ranks, loader, objective, trainable, dtype)
+        model, _ = build_meta(config.model, config.data, objective, CLASSES)
+        sections = config.model, optim, config.run
+        student = build_trainable(*sections, objective, model, CLASSES, ranks)
+        trainable, dtype = student.trainable.train(), autocast_dtype(config.run.precision, CUDA)
+        step = step_for(config, loader, trainable, dtype)
         draws = np.arange(IMAGES), np.zeros(IMAGES, np.int64)
         # Real tensors, because the choice is laid out for kernels with NumPy.
         with unset_fake_temporarily():
-            choice = inputs.augmentation.choose(0, *draws, size, size)
+            choice = step.augmentation.choose(0, *draws, size, size)
         with Watch() as watch:
-            batch = inputs.augmentation(fake_batch(size, spec).to(CUDA), choice)
-            losses = inputs.losses(student.network, [batch], 0, 0)
+            batch = step.augmentation(fake_batch(size, spec).to(CUDA), choice)
+            losses = step.losses(student.network, batch)
             # The autograd engine needs a driver.
             with mock.patch("torch.Tensor.backward", partial(add_gradients, trainable)):
                 update(student, ranks, 0, losses)

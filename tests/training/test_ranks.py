@@ -14,10 +14,10 @@ import densefeed.train as training
 from densefeed.models import checkpoints
 from densefeed.system.errors import UserError
 from densefeed.training import setup
-from densefeed.training.ranks import ALONE, Ranks, StopVote, init_distributed
-from densefeed.training.setup import resolve
+from densefeed.training.ranks import Ranks, StopVote, init_distributed
+from densefeed.training.setup import divide_batch
 
-from ..runs import model_for, objective_for
+from ..runs import student_for
 from . import spied_run
 
 HERE = Path(__file__).parent
@@ -206,16 +206,15 @@ def test_shared_weights_refuse_captured_updates_on_several_ranks(micro, tmp_path
         tmp_path, compile="graph", model="bootstrapping_vit_micro", objective="ce",
         mixtoken=False, bootstrap="shared", agent="base",
     )  # fmt: skip
-    objective = objective_for(run)
     with pytest.raises(UserError, match="--compile graph on several ranks"):
-        setup.build_trainable(run, objective, model_for(run), 2, Ranks(0, 2, torch.device("cpu")))
+        student_for(run, Ranks(0, 2, torch.device("cpu")))
 
 
 def test_captured_updates_need_an_optimizer_that_does_not_wait(micro, tmp_path, monkeypatch):
     monkeypatch.setattr(setup, "can_capture", lambda mode, _: mode == "graph")
     run = micro(tmp_path, compile="graph", optimizer="nadamuon")
     with pytest.raises(UserError, match=r"no update by nadamuon, .* --optimizer adam or adamw"):
-        setup.build_trainable(run, objective_for(run), model_for(run), 2, ALONE)
+        student_for(run)
 
 
 @pytest.mark.slow
@@ -281,12 +280,12 @@ def test_error_if_batch_cannot_be_divided(micro, tmp_path):
         with pytest.raises(
             UserError, match=r"a batch of \d on 2 ranks cannot be divided into parts of \d images"
         ):
-            resolve(micro(tmp_path, **fields), two, None)
+            divide_batch(micro(tmp_path, **fields).optim, two)
     # A run of one rank continues with the same microbatch if possible, otherwise with all images of
     # a rank.
     for before, after in ((2, 2), (8, 4)):
-        resumed = resolve(micro(tmp_path, batch=8), two, {"microbatch": before})
-        assert resumed.optim.microbatch == after
+        resumed = divide_batch(micro(tmp_path, batch=8).optim, two, before)
+        assert resumed.microbatch == after
 
 
 def test_collectives_on_two_processes(tmp_path, torchrun):

@@ -268,9 +268,8 @@ def test_drloc_recipes_match_supplementary(command):
         assert (
             config.objective.drloc.variant,
             config.objective.drloc.weight,
-            config.objective.drloc.pairs,
             config.objective.drloc.grid,
-        ) == ("l1", weight, 64, 7)
+        ) == ("l1", weight, 7)
         assert (
             config.objective.name,
             config.objective.drloc.published,

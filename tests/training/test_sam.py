@@ -13,7 +13,7 @@ from densefeed.system.errors import UserError
 from densefeed.training import setup
 from densefeed.training.student import Student, update
 
-from ..runs import SHARED_AGENT, model_for, objective_for
+from ..runs import SHARED_AGENT, student_for
 from .test_student import ALONE, float_state, loss, make_batch, make_student, network
 
 
@@ -154,5 +154,5 @@ def test_both_passes_drop_the_same_and_leave_no_trace(micro, tmp_path, one_threa
 def test_captured_updates_are_refused(micro, tmp_path, monkeypatch):
     monkeypatch.setattr(setup, "can_capture", lambda mode, _: mode == "graph")
     run = micro(tmp_path, compile="graph", sam_rho=0.1)
-    with pytest.raises(UserError, match=r"graph .* --sam-rho need the same; give --compile whole"):
-        setup.build_trainable(run, objective_for(run), model_for(run), 2, ALONE)
+    with pytest.raises(UserError, match=r"--sam-rho needs one mask .* give --compile whole"):
+        student_for(run)

@@ -10,8 +10,8 @@ from densefeed.system.errors import UserError
 from densefeed.system.options import with_options
 from densefeed.training.ranks import ALONE
 from densefeed.training.setup import setup_run
-from densefeed.training.step_inputs import StepInputs
 
+from ..runs import step_for
 from ..stores import write_store
 
 
@@ -30,12 +30,11 @@ def make_run(folder, random_maps, micro, tmp_path):
         paths = dict(loader="folder", data=folder, val=folder, score_maps=store)
         config = with_options(micro(tmp_path / "run"), **(paths | fields))
         run = setup_run(config, ALONE)
-        trained = run.student.trainable, run.dtype
-        inputs = StepInputs(run.config, ALONE, run.loader, run.objective, *trained)
-        (part,) = next(inputs.batches(0, 0))
+        step = step_for(run.config, run.loader, run.student.trainable, run.dtype)
+        batch = next(step.batches(0))
         run.loader.close()
         run.val.close()
-        return part
+        return batch
 
     return make
 
@@ -71,7 +70,7 @@ PUBLISHED = dict(
     [
         ("squash", "zero-logit", {}, "do not cover the center square .*--absent zero-logit"),
         ("center-crop", "tail", {}, "what probability remains.*--geometry center-crop"),
-        ("center-crop", "zero-logit", dict(loader="dali"), "--loader dali does not augment whole"),
+        ("center-crop", "zero-logit", dict(loader="dali"), "does not augment whole images"),
         ("center-crop", "zero-logit", dict(maps_on_device=True), "remove --maps-on-device"),
     ],
 )

@@ -19,7 +19,7 @@ from densefeed.system.options import with_options
 from densefeed.tools.report import Report
 from densefeed.tools.report import main as report
 from densefeed.training import dry_run
-from densefeed.training.build import flops_shares
+from densefeed.training.build import build_model, flops_shares
 from densefeed.training.ranks import Ranks
 from densefeed.training.speed import ActivationBytes, matmul_rate, peak_flops, training_flops
 
@@ -110,7 +110,8 @@ def test_mfu_is_the_share_of_the_peak_of_all_devices(micro, tmp_path, monkeypatc
     config, ranks = micro(tmp_path, **fields), Ranks(0, 4, torch.device("cuda"))
     with meta_device():
         model = model_for(config)
-    shares = flops_shares(config, objective_for(config), 2, ranks, torch.bfloat16)
+        _, spec = build_model(config.model, config.data, objective_for(config), 2)
+    shares = flops_shares(spec, objective_for(config), 2, 1, ranks, torch.bfloat16)
     for side, share in zip(config.data.sides, shares.values(), strict=True):
         own = training_flops(model, side) / (4 * 989e12)
         # Bootstrapping trains an agent beside the model.

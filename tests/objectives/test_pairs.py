@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from densefeed.pipelines.pairs import PAIRS, draw_pairs
+from densefeed.objectives.drloc import PAIRS, draw_pairs
 from densefeed.pipelines.plan import EpochPlan
 
 

@@ -12,15 +12,12 @@ import timm
 import torch
 
 import densefeed
-from densefeed.api import TrainLoss
 from densefeed.objectives import OBJECTIVES
 from densefeed.pipelines.augment.augmentation import Normalize
 from densefeed.system.options import with_options
 from densefeed.training.config import Config
-from densefeed.training.ranks import Ranks
-from densefeed.training.step_inputs import StepInputs
 
-from .runs import objective_for, train_loader
+from .runs import step_for, train_loader
 
 
 @pytest.fixture
@@ -35,12 +32,12 @@ def make_model(loader, **options):
     return timm.create_model("lvvit_micro", num_classes=classes, token_head=True, **options)
 
 
-def train(model, loader, objective, epochs=2):
+def train(model, step, epochs=2):
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     losses = []
     for epoch in range(epochs):
-        for batch in loader.epoch(epoch):
-            loss = objective(model, batch)
+        for batch in step.batches(epoch):
+            loss = step(model, batch)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -58,11 +55,15 @@ def test_importing_the_package_registers_its_models_and_exports_few_names(comman
 
 @pytest.mark.parametrize("mixing", [dict(mixtoken=True), dict(cutmix=1.0, mixup=0.8), {}])
 def test_losses_are_those_of_train_py(loader, packed, mixing):
-    """Every batch of an epoch, the first to the bit, with augmentation; drop-path is off."""
+    """Every batch of an epoch to the bit, with augmentation; drop-path is off.
+
+    So are those of batches that the loader gave, which a trainer moves by itself.
+    """
     options = dict(rand_augment="rand-m9-mstd0.5-inc1", erase_probability=0.25) | mixing
     model = make_model(loader, img_size=32).train()
-    objective = densefeed.TokenLabeling(loader, **options)
-    ours = [objective(model, batch).item() for batch in loader.epoch(1)]
+    step = densefeed.build_step(loader, model, **options)
+    ours = [step(model, batch).item() for batch in step.batches(1)]
+    assert [step(model, batch).item() for batch in loader.batches(1)] == ours
     config = with_options(
         Config(),
         data=packed[0],
@@ -77,36 +78,59 @@ def test_losses_are_those_of_train_py(loader, packed, mixing):
         **{"mixtoken": False, **options},
     )
     other = train_loader(config)
-    cpu = Ranks(0, 1, torch.device("cpu"))
     twin = make_model(loader, img_size=32).train()
-    inputs = StepInputs(config, cpu, other, objective_for(config), twin, None)
-    theirs = [
-        inputs.losses(twin, parts, 1, at)[0]().item()
-        for at, parts in enumerate(inputs.batches(1, 0))
-    ]
+    theirs = step_for(config, other, twin)
+    assert [theirs.losses(twin, batch)[0]().item() for batch in theirs.batches(1)] == ours
     other.close()
-    # train.py divides the padded last batch by its real samples, as the mean by weight does.
-    assert ours == pytest.approx(theirs, rel=1e-6)
-    assert ours[0] == theirs[0]
 
 
-@pytest.mark.parametrize("kind", [densefeed.TokenLabeling, densefeed.ReLabel])
-def test_a_loop_of_ones_own_learns(loader, kind):
+@pytest.mark.parametrize("objective", ["token-label", "relabel", "ce"])
+def test_a_loop_of_ones_own_learns(loader, objective):
     model = make_model(loader)
-    if kind is densefeed.ReLabel:
+    if objective != "token-label":
         model = timm.create_model("resnet10t", num_classes=loader.num_classes)
-    losses = train(model, loader, kind(loader), epochs=6)
+    losses = train(model, densefeed.build_step(loader, model, objective), epochs=6)
     assert sum(losses[-3:]) < sum(losses[:3])
 
 
-def test_image_labels_train_any_model(loader):
+def test_image_labels_are_those_of_the_loader(loader):
     model = timm.create_model("resnet10t", num_classes=loader.num_classes)
-    objective, batch = densefeed.CrossEntropy(loader, smoothing=0.0), next(loader.epoch(0))
+    step = densefeed.build_step(loader, model, "ce", smoothing=0.0)
+    batch = next(loader.batches(0))
     normalize = Normalize(model.pretrained_cfg["mean"], model.pretrained_cfg["std"])
     want = torch.nn.functional.cross_entropy(model(normalize(batch.image)), batch.label)
-    torch.testing.assert_close(objective(model, batch), want)
-    losses = train(model, loader, objective, epochs=6)
-    assert sum(losses[-3:]) < sum(losses[:3])
+    torch.testing.assert_close(step(model, batch), want)
+
+
+def test_autocast_is_that_of_the_step_or_of_the_caller(loader):
+    """With MixUp images stay float32 in both, so the losses are equal."""
+    model, options = make_model(loader), dict(mixup=0.8, cutmix=1.0)
+    plain = densefeed.build_step(loader, model, **options)
+    own = densefeed.build_step(loader, model, dtype=torch.bfloat16, **options)
+    batch = next(plain.batches(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        around = plain(model, batch).item()
+    assert own(model, batch).item() == around != plain(model, batch).item()
+    bare = densefeed.build_step(loader, model, dtype=torch.bfloat16)
+    assert next(bare.batches(0)).image.dtype == torch.bfloat16
+
+
+def test_the_generator_of_torch_is_left_as_it_is(loader):
+    model = make_model(loader)
+    step = densefeed.build_step(loader, model)
+    before = torch.get_rng_state()
+    step(model, next(step.batches(0)))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_images_are_augmented_before_the_crop_in_batches_of_the_step(loader):
+    model = make_model(loader)
+    options = dict(rand_augment="rand-m9-mstd0.5-inc1-p1", augment_before_crop=True)
+    step = densefeed.build_step(loader, model, **options)
+    plain = next(densefeed.build_step(loader, model).batches(0))
+    assert not torch.equal(next(step.batches(0)).image, plain.image)
+    with pytest.raises(densefeed.UserError, match="take batches from the step, not from the"):
+        step(model, next(loader.batches(0)))
 
 
 def test_inside_accelerate(loader):
@@ -115,9 +139,9 @@ def test_inside_accelerate(loader):
     model = make_model(loader)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
-    objective = densefeed.TokenLabeling(loader, mixtoken=True)
-    for batch in loader.epoch(0):
-        loss = objective(model, batch)
+    step = densefeed.build_step(loader, model, mixtoken=True)
+    for batch in step.batches(0):
+        loss = step(model, batch)
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
@@ -131,10 +155,10 @@ def test_inside_lightning(loader, tmp_path):
         def __init__(self):
             super().__init__()
             self.model, self.losses = make_model(loader), []
-            self.objective = densefeed.TokenLabeling(loader, mixtoken=True)
+            self.step_of = densefeed.build_step(loader, self.model, mixtoken=True)
 
         def training_step(self, batch, _):
-            loss = self.objective(self.model, batch)
+            loss = self.step_of(self.model, batch)
             self.losses.append(loss.item())
             return loss
 
@@ -172,8 +196,8 @@ def test_losses_of_two_ranks_have_the_loss_of_one_as_their_mean(packed, loader):
         losses = []
         for rank in range(ranks):
             with densefeed.open_loader(packed[0], rank=rank, ranks=ranks, **how) as rows:
-                objective = densefeed.CrossEntropy(rows)
-                losses.append([objective(model, batch).item() for batch in rows.epoch(0)])
+                step = densefeed.build_step(rows, model, "ce")
+                losses.append([step(model, batch).item() for batch in step.batches(0)])
         means.append([sum(parts) / ranks for parts in zip(*losses, strict=True)])
     # 11 images: the last batch has three, so one rank has only one or none of them.
     assert len(means[0]) == 2
@@ -191,9 +215,13 @@ def test_a_wrapped_model_gives_the_same_loss(loader):
         def forward(self, *inputs, **options):
             return self.module(*inputs, **options)
 
-    model, objective = make_model(loader), densefeed.TokenLabeling(loader, mixtoken=True)
-    batch = next(loader.epoch(0))
-    assert objective(Wrapped(model), batch).item() == objective(model, batch).item()
+    model = make_model(loader)
+    step = densefeed.build_step(loader, model, mixtoken=True)
+    batch = next(step.batches(0))
+    wrapped = Wrapped(model)
+    assert step(wrapped, batch).item() == step(model, batch).item()
+    other = densefeed.build_step(loader, wrapped, mixtoken=True)
+    assert other(wrapped, batch).item() == step(model, batch).item()
 
 
 @pytest.mark.parametrize(
@@ -210,7 +238,7 @@ def test_a_wrapped_model_gives_the_same_loss(loader):
 )
 def test_misspelled_words_are_refused(loader, options, message):
     with pytest.raises(densefeed.UserError, match=re.escape(message)):
-        densefeed.TokenLabeling(loader, **options)
+        densefeed.build_step(loader, make_model(loader), **options)
 
 
 @pytest.mark.parametrize(
@@ -240,8 +268,8 @@ def test_loaders_take_the_numbers_of_numpy_and_lists(packed):
     options = dict(batch=np.int64(4), size=np.int32(32), hflip=np.float32(0.5))
     options |= dict(crop_scale=np.array([0.25, 1]), sizes=[(0, np.int64(32))])
     with densefeed.open_loader(packed[0], threads=1, **options) as loader:
-        assert next(loader.epoch(0)).image.shape == (4, 32, 32, 3)
-        config = with_options(Config(data=loader.data), out=Path("out"))
+        assert next(loader.batches(0)).image.shape == (4, 32, 32, 3)
+        config = with_options(Config(data=loader.data), val=packed[1], out=Path("out"))
     # As JSON and a checkpoint hold it.
     assert Config.from_dict(config.to_dict()) == config
     assert (config.data.crop_scale, config.data.sizes) == ((0.25, 1.0), ((0, 32),))
@@ -264,16 +292,13 @@ def test_a_path_of_a_config_is_a_text(value):
 
 
 def test_models_and_batches_are_checked_in_every_call(loader, packed):
-    objective, model, batch = (
-        densefeed.TokenLabeling(loader),
-        make_model(loader),
-        next(iter(loader)),
-    )
-    objective(model, batch)
+    model, batch = make_model(loader), next(iter(loader))
+    step = densefeed.build_step(loader, model)
+    step(model, batch)
     with pytest.raises(densefeed.UserError, match=r"call model\.train"):
-        objective(model.eval(), batch)
+        step(model.eval(), batch)
     with pytest.raises(densefeed.UserError, match="the batch has no score maps"):
-        objective(model.train(), batch._replace(map_class=None))
+        step(model.train(), batch._replace(map_class=None))
 
 
 @pytest.mark.parametrize("name", ["data", "val", "maps_on_device", "no_such"])
@@ -282,22 +307,16 @@ def test_loaders_refuse_options_that_they_do_not_read(packed, name):
         densefeed.open_loader(packed[0], batch=4, **{name: True})
 
 
-def test_a_loss_cannot_augment_before_the_crop(loader):
-    options = dict(rand_augment="rand-m9", augment_before_crop=True)
-    with pytest.raises(densefeed.UserError, match=r"a loss gets crops; use train\.py"):
-        densefeed.TokenLabeling(loader, **options)
-
-
 @pytest.mark.parametrize(("epoch", "start"), [(-1, 0), (0, -1), (0, 10**6)])
 def test_epochs_and_batches_count_from_0(loader, epoch, start):
     with pytest.raises(ValueError, match=f"epoch {epoch} from batch {start}: both count from 0"):
-        loader.epoch(epoch, start)
+        loader.batches(epoch, start)
 
 
 @pytest.mark.parametrize("place", [(1.5,), (0, "1"), (None,)])
 def test_epochs_and_batches_are_whole_numbers(loader, place):
     with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
-        loader.epoch(*place)
+        loader.batches(*place)
 
 
 def test_a_validation_set_takes_no_score_maps(packed):
@@ -305,9 +324,9 @@ def test_a_validation_set_takes_no_score_maps(packed):
         densefeed.open_loader(packed[1], batch=4, train=False, score_maps="maps.h5")
 
 
-def test_a_loss_takes_the_loaders_of_open_loader(loader):
+def test_a_step_takes_the_loaders_of_open_loader(loader):
     with pytest.raises(TypeError, match="the loader is a DataLoader; give one of open_loader"):
-        densefeed.CrossEntropy(torch.utils.data.DataLoader([1]))
+        densefeed.build_step(torch.utils.data.DataLoader([1]), torch.nn.Linear(1, 1), "ce")
 
 
 @pytest.mark.parametrize(
@@ -326,35 +345,32 @@ def test_mean_and_deviation_are_three_numbers_each(loader, known):
     model = timm.create_model("resnet10t", num_classes=loader.num_classes)
     model.pretrained_cfg = known
     with pytest.raises(densefeed.UserError, match="does not say how its input is normalized"):
-        densefeed.CrossEntropy(loader)(model, next(loader.epoch(0)))
+        densefeed.build_step(loader, model, "ce")
 
 
-@pytest.mark.parametrize("name", ["lr", "size", "fused_head", "objective", "device"])
-def test_options_that_no_loss_reads_are_refused(loader, name):
+@pytest.mark.parametrize("name", ["lr", "size", "fused_head", "device"])
+def test_options_that_no_step_reads_are_refused(loader, name):
     with pytest.raises(TypeError, match=name):
-        densefeed.TokenLabeling(loader, **{name: 3})
+        densefeed.build_step(loader, make_model(loader), **{name: 3})
 
 
 def test_models_that_do_not_fit_are_refused(loader):
-    batch = next(loader.epoch(0))
-    cases = (
-        (densefeed.CrossEntropy, make_model(loader), "has a token head"),
-        (densefeed.TokenLabeling, timm.create_model("resnet10t"), "has no token head"),
-        (densefeed.TokenLabeling, make_model(loader).eval(), "call model.train"),
-        (densefeed.ReLabel, timm.create_model("resnet10t", num_classes=7), "has 7 classes"),
-        (densefeed.ReLabel, torch.nn.Linear(1, 2), "Linear does not say how its input is norm"),
-    )
-    for kind, model, message in cases:
+    for objective, model, message in (
+        ("ce", make_model(loader), "has a token head"),
+        ("token-label", timm.create_model("resnet10t"), "has no token head; create it with token_"),
+        ("relabel", timm.create_model("resnet10t", num_classes=7), "has 7 classes"),
+        ("relabel", torch.nn.Linear(1, 2), "Linear does not say how its input is norm"),
+    ):
         with pytest.raises(densefeed.UserError, match=message):
-            kind(loader)(model, batch)
+            densefeed.build_step(loader, model, objective)
     cnn = timm.create_model("resnet10t", num_classes=loader.num_classes)
     with pytest.raises(densefeed.UserError, match="ResNet cannot exchange tokens"):
-        densefeed.ReLabel(loader, mixtoken=True)(cnn, batch)
+        densefeed.build_step(loader, cnn, "relabel", mixtoken=True)
 
 
 def test_an_objective_of_ones_own_is_a_loss(loader, monkeypatch):
     @dataclass(frozen=True, kw_only=True)
-    class FactorOptions(densefeed.ObjectiveOptions):
+    class FactorOptions(densefeed.Options):
         factor: float = 1.0
 
     class Scaled(densefeed.Objective):
@@ -362,27 +378,28 @@ def test_an_objective_of_ones_own_is_a_loss(loader, monkeypatch):
         own = FactorOptions
 
         def loss(self, output, batch, step):
-            own = self.setting.options.own
-            return own.factor * torch.nn.functional.cross_entropy(output, batch.label)
-
-    class ScaledLoss(TrainLoss):
-        objective = "scaled"
+            loss = torch.nn.functional.cross_entropy(output, batch.label)
+            return self.options.factor * loss
 
     monkeypatch.setitem(OBJECTIVES, "scaled", Scaled)
-    with pytest.raises(densefeed.UserError, match="scaled has options of its own, FactorOptions"):
-        ScaledLoss(loader)
     model = timm.create_model("resnet10t", num_classes=loader.num_classes).eval()
-    batch = next(loader.epoch(0))
-    losses = [ScaledLoss(loader, own=FactorOptions(factor=f)) for f in (1.0, 3.0)]
+    batch = next(loader.batches(0))
     once, thrice, plain = (
-        loss(model, batch).item() for loss in (*losses, densefeed.CrossEntropy(loader, smoothing=0))
+        densefeed.build_step(loader, model, *words, **options)(model, batch).item()
+        for words, options in (
+            (("scaled",), {}),
+            (("scaled",), dict(factor=3.0)),
+            (("ce",), dict(smoothing=0)),
+        )
     )
     assert (once, thrice) == pytest.approx((plain, 3 * plain), rel=1e-5)
+    with pytest.raises(ValueError, match="there is an objective 'scaled' already"):
+        densefeed.register_objective(Scaled)
 
 
 def test_a_validation_set_gives_each_image_once(packed):
     with densefeed.open_loader(packed[1], batch=3, size=32, train=False, threads=1) as loader:
-        batches = list(loader.epoch(0))
+        batches = list(loader.batches(0))
     assert loader.score_maps is None
     index = torch.cat([batch.index[batch.weight > 0] for batch in batches])
     assert index.tolist() == list(range(5))
@@ -394,22 +411,22 @@ def test_a_gpu_gives_the_same_losses(loader):
     losses = []
     for device in ("cpu", "cuda"):
         model = make_model(loader).to(device)
-        objective = densefeed.TokenLabeling(loader, mixtoken=True)
-        losses.append([objective(model, batch).item() for batch in loader.epoch(0)])
+        step = densefeed.build_step(loader, model, mixtoken=True)
+        losses.append([step(model, batch).item() for batch in step.batches(0)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 def test_what_does_not_fit_is_refused(loader, packed):
+    model = make_model(loader)
     bare = densefeed.open_loader(packed[1], batch=4, size=32)
-    with pytest.raises(densefeed.UserError, match="has no score maps, which TokenLabeling needs"):
-        densefeed.TokenLabeling(bare)
+    with pytest.raises(densefeed.UserError, match="has no score maps, which token-label needs"):
+        densefeed.build_step(bare, model)
     bare.close()
     with pytest.raises(densefeed.UserError, match="MixToken already exchanges a box"):
-        densefeed.TokenLabeling(loader, mixtoken=True, cutmix=1.0)
+        densefeed.build_step(loader, model, mixtoken=True, cutmix=1.0)
     with pytest.raises(TypeError, match="no option 'no_such'"):
-        densefeed.TokenLabeling(loader, no_such=1)
-    model, batch = timm.create_model("resnet10t", num_classes=2), next(loader.epoch(0))
-    with pytest.raises(densefeed.UserError, match="has no token head; create it with token_head"):
-        densefeed.TokenLabeling(loader)(model, batch)
-    with pytest.raises(densefeed.UserError, match="train modules beside the model"):
-        densefeed.CrossEntropy(loader, drloc="l1")
+        densefeed.build_step(loader, model, no_such=1)
+    with pytest.raises(densefeed.UserError, match="--objective foo is unknown; choose one of ce,"):
+        densefeed.build_step(loader, model, "foo")
+    with pytest.raises(densefeed.UserError, match="--drloc trains modules beside the model"):
+        densefeed.build_step(loader, model, drloc="l1")

@@ -1,5 +1,5 @@
-"""What is added from outside the package: an objective, a loader, an augmentation, a dataset and a
-teacher, one file of at most 60 lines each.
+"""What is added from outside the package: an objective, a method, a loader, an augmentation, a
+dataset and a teacher, one file of at most 60 lines each.
 """
 
 import json
@@ -8,6 +8,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from densefeed.storage.beton import Beton
 from densefeed.storage.score_maps import ScoreMapStore
@@ -42,29 +43,38 @@ def test_an_objective_trains_with_its_own_options(run, packed, tmp_path):
     for weight in (0.0, 5.0):
         out = tmp_path / f"run-{weight}"
         words = "--data", packed[0], "--val", packed[1], "--out", out, "--loader", "ffcv"
-        run(
-            "objective.py",
-            "confidence_penalty",
-            *words,
-            *SHORT,
-            "--penalty-weight",
-            weight,
-            "--log-every",
-            1,
-        )
+        chosen = "--objective", "confidence-penalty", "--penalty-weight", weight, "--log-every", 1
+        run("objective.py", "lvvit_micro_ce", *words, *SHORT, *chosen)
         config = json.loads((out / "config.json").read_text())
         assert config["objective"]["name"] == "confidence-penalty"
-        assert config["objective"]["own"] == {"penalty_weight": weight}
+        assert config["objective"]["confidence_penalty"] == {"penalty_weight": weight}
         record = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
         losses.append(record["loss"])
     # Two classes: the entropy is at most ln 2, and close to it before the first step.
     assert 2 < losses[0] - losses[1] <= 5 * 0.6932
 
 
+def test_a_method_wraps_the_model_and_its_network_is_evaluated_and_saved(run, packed, tmp_path):
+    """Around two objectives; a finished run is resumed too."""
+    words = "--data", packed[0], "--val", packed[1], "--loader", "ffcv", "--peer-weight", 0.5
+    for objective in ("ce", "relabel"):
+        out = tmp_path / objective
+        given = *words, "--out", out, "--objective", objective
+        printed = run("method.py", "lvvit_micro_ce", *given, *SHORT)
+        assert "that --peer-weight trains beside them" in printed
+        result = json.loads((out / "result.json").read_text())
+        assert 0 <= result["top1_peer"] <= 1
+        saved = torch.load(out / "last.pt", weights_only=True)
+        assert saved["peer"].keys() == saved["model"].keys()
+        assert not torch.equal(saved["peer"]["head.weight"], saved["model"]["head.weight"])
+        again = run("method.py", "lvvit_micro_ce", *given, *SHORT, "--resume", "auto")
+        assert f"continuing at step {saved['step']}" in again
+
+
 def test_the_report_of_an_own_objective_says_why_it_shows_no_crops(run, packed, tmp_path, capsys):
     """The report does not import the module that registers the objective."""
     words = "--data", packed[0], "--val", packed[1], "--loader", "ffcv", "--out", tmp_path / "own"
-    run("objective.py", "confidence_penalty", *words, *SHORT)
+    run("objective.py", "lvvit_micro_ce", *words, *SHORT, "--objective", "confidence-penalty")
     report.main(report.Report(runs=(tmp_path / "own",)))
     assert (
         "the report shows no crops: --objective confidence-penalty is unknown"

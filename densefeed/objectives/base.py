@@ -5,7 +5,8 @@ options, and the loss of a step. A `Method` does so around another objective. Th
 depends on nothing else of a method. `register` adds one; docs/extending.md has examples.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -62,22 +63,17 @@ class WrappedModel(nn.Module):
     """What a method trains: a module that holds the model and what is trained beside it.
 
     A checkpoint has the state of every child but the model under the name of the child.
+
+    Attributes:
+        networks: those that take images, the model first.
+        evaluated: networks that are evaluated beside the model, by their names in metrics
+            (`top1_NAME`).
+        aliases: tensors that share the memory of parameters and have gradients of their own.
     """
 
-    @property
-    def networks(self) -> tuple[nn.Module, ...]:
-        """The networks that take images, the model first."""
-        raise NotImplementedError
-
-    @property
-    def evaluated(self) -> dict[str, nn.Module]:
-        """Networks that are evaluated beside the model, by their names in metrics (`top1_NAME`)."""
-        return {}
-
-    @property
-    def aliases(self) -> list[Tensor]:
-        """Tensors that share the memory of parameters and have gradients of their own."""
-        return []
+    networks: tuple[nn.Module, ...]
+    evaluated: Mapping[str, nn.Module] = MappingProxyType({})
+    aliases: Sequence[Tensor] = ()
 
     def combine_gradients(self, average: Callable[[list[Tensor]], None]) -> None:
         """Change the gradients of a step before they are clipped, without waiting.

@@ -44,8 +44,7 @@ class Student(NamedTuple):
     def evaluated(self) -> dict[str, nn.Module]:
         """The networks that are evaluated, by what follows the names of their metrics."""
         ema = {"_ema": self.ema.module} if self.ema else {}
-        wrapped = isinstance(self.trainable, WrappedModel)
-        beside = self.trainable.evaluated if wrapped else {}
+        beside = self.trainable.evaluated if isinstance(self.trainable, WrappedModel) else {}
         return {"": self.model} | ema | {f"_{name}": network for name, network in beside.items()}
 
     @property

@@ -41,6 +41,8 @@ class ConstantLoader:
     Large fields are pinned once, because a loader decodes into pinned memory, small ones each time.
     """
 
+    prepares = True
+
     def __init__(self, config: Any, images: int) -> None:
         import torch
 

@@ -207,7 +207,7 @@ def run_step(config: Config) -> Watch:
     size, objective, ranks = config.data.size, objective_for(config), Ranks(0, 1, CUDA)
     plan = EpochPlan(num_samples=IMAGES, batch=IMAGES, seed=0, mode="train", sizes=((0, size),))
     spec = ScoreMapSpec(18, 5, CLASSES, "tail", 40, 0.5)
-    loader = SimpleNamespace(plan=plan, score_maps=spec)
+    loader = SimpleNamespace(plan=plan, score_maps=spec, prepares=True)
     with fake_cuda():
         model, _ = build_meta(config.model, config.data, objective, CLASSES)
         sections = config.model, optim, config.run

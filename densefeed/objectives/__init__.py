@@ -42,7 +42,7 @@ for builtin in (CrossEntropy, ReLabel, TokenLabeling, DRLoc, Bootstrapping):
 
 @dataclass(frozen=True, kw_only=True)
 class Objectives(Options):
-    """The section `objective` of a run's options; `complete` adds those of what is registered."""
+    """The section `objective` of a run's options."""
 
     # ce: image labels; relabel: dense label of the crop; token-label: dense label of every token
     name: Annotated[str, arg(name="objective")] = "token-label"
@@ -52,7 +52,10 @@ class Objectives(Options):
 def make_section(kinds: tuple[type[Objective], ...]) -> type[Objectives]:
     """Make the class of the section `objective` with the options of these objectives."""
     own = [(k.section_name(), k.own, field(default_factory=k.own)) for k in kinds if k.own]
-    return make_dataclass("Objectives", own, bases=(Objectives,), frozen=True, kw_only=True)
+    made = make_dataclass("Objectives", own, bases=(Objectives,), frozen=True, kw_only=True)
+    # tyro reads the texts of options in the source of a class, here that of the base.
+    made.__module__, made.__doc__ = __name__, Objectives.__doc__
+    return made
 
 
 def complete(section: Objectives) -> Any:

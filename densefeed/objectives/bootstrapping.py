@@ -222,7 +222,7 @@ AGENT_KWARGS = ("down", "pool", "norm")
 
 @dataclass(frozen=True, kw_only=True)
 class BootstrapOptions(Options):
-    """Options of `--bootstrap`."""
+    """Bootstrapping ViTs (arXiv 2112.03552), an agent CNN trained beside the transformer."""
 
     # also train an agent CNN; joint: with its own weights; shared: with the weights of the model
     mode: Annotated[Literal["none", "joint", "shared"], arg(name="bootstrap")] = "none"

@@ -421,7 +421,7 @@ MAX_HIDDEN = 2**14
 
 @dataclass(frozen=True, kw_only=True)
 class DRLocOptions(Options):
-    """Options of `--drloc`."""
+    """DRLoc (arXiv 2106.03746), a loss beside that of the objective."""
 
     # also predict relative token offsets, with this variant of the loss
     variant: Annotated[Literal["none", Variant], arg(name="drloc")] = "none"

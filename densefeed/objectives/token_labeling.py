@@ -13,7 +13,7 @@ from densefeed.system.options import NonNegative, Options
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLabelingOptions(Options):
-    """Options of `--objective token-label`."""
+    """Options of --objective token-label."""
 
     # weight of the tokens' loss, beta of equation 7
     token_weight: NonNegative = 0.5

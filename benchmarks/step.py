@@ -439,7 +439,7 @@ def build_ours(
         # The networks and heads beside the model have equal weights whatever the model has drawn.
         torch.manual_seed(config.run.seed)
         sections = config.model, config.optim, config.run
-        student = build_trainable(*sections, objective, model, classes, Ranks(0, 1, device))
+        student = build_trainable(*sections, objective, model, Ranks(0, 1, device))
         found[name] = student.trainable
         if name == AGENT:
             found[name] = student.trainable.agent
@@ -481,14 +481,9 @@ class OurStep:
         self.config, self.ranks = config, Ranks(0, 1, device)
         dtype, model = autocast_dtype(run.precision, device), get_networks(trainable)[0]
         self.student = build_student(config.optim, model, trainable, self.ranks, dtype)
-        self.step = Step(
-            loader,
-            trainable,
-            build_objective(config.setting),
-            config.augment,
-            dtype=dtype,
-            compute=compile_step(run.compile, trainable, config.model.drop_path_form),
-        )
+        compute = compile_step(run.compile, trainable, config.model.drop_path_form)
+        sections = build_objective(config.setting), config.data, config.augment
+        self.step = Step(loader, trainable, *sections, dtype, compute)
         seen = torch.zeros(2, dtype=torch.float64)
         self.monitor = TrainMonitor(self.student, self.step, self.ranks, run.out, seen, skips=0)
         self.update, self.numbers = choose_update(run.compile, self.ranks), count()

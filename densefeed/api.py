@@ -183,8 +183,7 @@ def build_step(
     setting = Setting(chosen.objective, chosen.labels, chosen.mix, shapes, 1, name)
     built = build_objective(setting)
     check_model(loader, first, built)
-    maps_name = loader.data.maps_name
-    return Step(loader, model, built, chosen.augment, dtype=dtype, maps_name=maps_name)
+    return Step(loader, model, built, loader.data, chosen.augment, dtype)
 
 
 def check_model(loader: Loader, model: nn.Module, objective: Objective) -> None:

@@ -14,6 +14,7 @@ from densefeed.pipelines.augment.settings import Augment
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.mixing import Mixing
+from densefeed.pipelines.open import DataOptions
 from densefeed.pipelines.resident import ResidentMaps
 from densefeed.pipelines.shapes import token_grid
 from densefeed.pipelines.targets import check_batch
@@ -48,11 +49,10 @@ class Step:
         loader: where batches come from.
         model: what is trained, on its device. Mean, deviation and patch size are those of its first
             network. It may lie in DistributedDataParallel.
+        data: says whether score maps are on the device, and where they came from.
         augment: the operations on images.
         dtype: of autocast; None: that of an autocast around the call, if there is one.
         compute: `step_loss`, or its compiled form.
-        maps_on_device: whether score maps are read from the memory of the device, not from batches.
-        maps_name: name of the score maps' file or data, for messages.
 
     Raises UserError for a model that does not say how its input is normalized, and for a loader
     that cannot augment images before they are cropped where `augment` asks for it.
@@ -63,15 +63,13 @@ class Step:
         loader: ThreadedLoader,
         model: nn.Module,
         objective: Objective,
+        data: DataOptions,
         augment: Augment,
-        *,
         dtype: torch.dtype | None = None,
         compute: Callable[..., Tensor] = step_loss,
-        maps_on_device: bool = False,
-        maps_name: object = "the training set",
     ) -> None:
         self.loader, self.model, self.objective, self.dtype = loader, model, objective, dtype
-        self._compute, self._maps_name, self._is_checked = compute, maps_name, False
+        self._compute, self._maps_name, self._is_checked = compute, data.maps_name, False
         first, mix = get_networks(unwrap_model(model))[0], objective.setting.mix
         # Under autocast a convolution would round the images to its dtype anyway. MixUp, and
         # networks that begin with a norm, compute with them before.
@@ -87,7 +85,7 @@ class Step:
                 "remove --augment-before-crop"
             )
         self._mixing = Mixing(loader.plan, mix)
-        resident = maps_on_device and objective.needs_score_maps
+        resident = data.maps_on_device and objective.needs_score_maps
         self._resident = ResidentMaps(loader.source, self._device) if resident else None
         # A network without tokens has a grid too: the regions that a mixed image shows.
         self._patch = getattr(first, "patch_size", PATCH)

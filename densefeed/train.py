@@ -69,24 +69,18 @@ def train_loop(run: Run, signal_name: Callable[[], str]) -> dict:
     """Do the remaining steps on this rank; `signal_name` names the signal that asks it to stop."""
     config, student, done, per_epoch = run.config, run.student, run.done, len(run.loader)
     options, optim, result = config.run, config.optim, {}
-    step = build_step(run)
+    compute = compile_step(options.compile, student.trainable, config.model.drop_path_form)
+    sections = config.data, config.augment
+    step = Step(run.loader, student.trainable, run.objective, *sections, run.dtype, compute)
     monitor = TrainMonitor(student, step, run.ranks, options.out, run.seen, run.skips)
     do_update = choose_update(options.compile, run.ranks, update)
     if run.ranks.is_first:
         write_run_header(run)
-    passes = 2 if optim.sam_rho else 1
-    classes = run.loader.num_classes
+    classes, passes = run.loader.num_classes, 2 if optim.sam_rho else 1
     shares = flops_shares(run.spec, run.objective, classes, passes, run.ranks, run.dtype)
     clock, vote = RunClock(done, run.spent), StopVote(run.ranks)
-    opened = open_log(
-        options.out,
-        done,
-        run.steps,
-        config.to_dict(),
-        options.wandb,
-        enabled=run.ranks.is_first,
-        evaluated=not run.evaluate_first,
-    )
+    resumed = done, run.steps, not run.evaluate_first
+    opened = open_log(options, config.to_dict(), *resumed, run.ranks.is_first)
     with opened as log, explain_oom(optim.microbatch, str(options.out)):
         if run.evaluate_first:
             result = evaluate(run, step, log, done)
@@ -128,21 +122,6 @@ def train_loop(run: Run, signal_name: Callable[[], str]) -> dict:
                 "command with --resume auto continues"
             )
         return {}
-
-
-def build_step(run: Run) -> Step:
-    """Build what turns the batches of a run into losses."""
-    config, trainable = run.config, run.student.trainable
-    return Step(
-        run.loader,
-        trainable,
-        run.objective,
-        config.augment,
-        dtype=run.dtype,
-        compute=compile_step(config.run.compile, trainable, config.model.drop_path_form),
-        maps_on_device=config.data.maps_on_device,
-        maps_name=config.data.maps_name,
-    )
 
 
 def report_compilation_sync(run: Run, clock: RunClock) -> None:

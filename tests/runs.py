@@ -94,20 +94,14 @@ def train_loader(config: Config) -> ThreadedLoader:
 def student_for(config: Config, ranks: Ranks = ALONE) -> Student:
     """The student of a run on data of two classes."""
     sections = config.model, config.optim, config.run
-    return build_trainable(*sections, objective_for(config), model_for(config), 2, ranks)
+    return build_trainable(*sections, objective_for(config), model_for(config), ranks)
 
 
 def step_for(config: Config, loader: ThreadedLoader, trainable: nn.Module, dtype=None) -> Step:
     """The step of a run, as train.py builds it."""
-    return Step(
-        loader,
-        trainable,
-        objective_for(config),
-        config.augment,
-        dtype=dtype,
-        compute=compile_step(config.run.compile, trainable, config.model.drop_path_form),
-        maps_on_device=config.data.maps_on_device,
-    )
+    compute = compile_step(config.run.compile, trainable, config.model.drop_path_form)
+    sections = objective_for(config), config.data, config.augment
+    return Step(loader, trainable, *sections, dtype, compute)
 
 
 class FirstBatch(NamedTuple):

@@ -361,18 +361,11 @@ def build_step(config: Config, device: torch.device) -> Callable[[], int]:
     with closing(open_loader(config.data, optim, run.seed, objective, "train", ranks)) as loader:
         with closing(loader.batches(0)) as batches:
             first = next(batches)
-        classes = loader.num_classes
-        model, _ = build_model(options, config.data, objective, classes)
-        student = build_trainable(options, optim, run, objective, model, classes, ranks)
-        step = Step(
-            loader,
-            student.trainable,
-            objective,
-            config.augment,
-            dtype=autocast_dtype(run.precision, device),
-            compute=compile_step(run.compile, student.trainable, options.drop_path_form),
-            maps_on_device=config.data.maps_on_device,
-        )
+        model, _ = build_model(options, config.data, objective, loader.num_classes)
+        student = build_trainable(options, optim, run, objective, model, ranks)
+        dtype, trainable = autocast_dtype(run.precision, device), student.trainable
+        compute = compile_step(run.compile, trainable, options.drop_path_form)
+        step = Step(loader, trainable, objective, config.data, config.augment, dtype, compute)
     nothing_seen = torch.zeros(2, dtype=torch.float64)
     monitor = TrainMonitor(student, step, ranks, run.out, nothing_seen, 0)
     student.train()

@@ -67,15 +67,9 @@ def first_loss(run: Run, images: int) -> tuple[float, float]:
     student.train()
     # Every rank computes the same images by itself, so no all-reduce is needed.
     with closing(open_loader(few, optim, config.run.seed, run.objective, "train")) as loader:
-        step = Step(
-            loader,
-            trainable,
-            run.objective,
-            config.augment,
-            dtype=run.dtype,
-            compute=compile_step("never", trainable, config.model.drop_path_form),
-            maps_name=data.maps_name,
-        )
+        compute = compile_step("never", trainable, config.model.drop_path_form)
+        sections = few, config.augment
+        step = Step(loader, trainable, run.objective, *sections, run.dtype, compute)
         (compute,) = step.losses(trainable, next(step.batches(0)))
         with ActivationBytes(trainable) as activations:
             loss = compute()

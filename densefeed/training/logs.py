@@ -23,6 +23,7 @@ from densefeed.system.json_files import is_number, parse_json
 from densefeed.system.progress import steps_bar
 from densefeed.system.provenance import write_json
 from densefeed.system.terminal import print
+from densefeed.training.config import RunOptions
 from densefeed.training.ranks import Ranks
 from densefeed.training.setup import Run, import_wandb
 
@@ -59,13 +60,12 @@ class RunLog:
 
 @contextmanager
 def open_log(
-    out: Path,
+    options: RunOptions,
+    config: dict,
     step: int,
     steps: int,
-    config: dict,
-    wandb_project: str = "",
-    enabled: bool = True,
     evaluated: bool = True,
+    enabled: bool = True,
 ) -> Iterator[RunLog]:
     """Open the log of a run that is at `step` of `steps`.
 
@@ -75,8 +75,9 @@ def open_log(
     if not enabled:
         yield RunLog()
         return
+    out, project = options.out, options.wandb
     with ExitStack() as stack:
-        wandb_log = start_wandb(out, config, wandb_project, stack) if wandb_project else None
+        wandb_log = start_wandb(out, config, project, stack) if project else None
         truncate_metrics(step, out / "metrics.jsonl", evaluated)
         board = stack.enter_context(open_board(out / "tensorboard", step))
         show = stack.enter_context(steps_bar(f"train {out.name}", steps, step))

@@ -20,7 +20,7 @@ import torch
 from densefeed.models import checkpoints
 from densefeed.system.errors import UserError
 from densefeed.system.files import open_regular, replace_file, replace_link
-from densefeed.system.json_files import is_number, read_json
+from densefeed.system.json_files import read_json
 from densefeed.system.provenance import write_json
 from densefeed.system.terminal import print
 
@@ -124,35 +124,24 @@ class Checkpoints:
 
     def _entries(self) -> list[dict]:
         """Read the entries of the manifest, or make them from the files if it cannot be read."""
-        remedy = "using the checkpoint files in its folder"
+        why = f"{self.manifest} does not exist"
         try:
-            entries = read_json(self.manifest, remedy, list)
-            if entries and all(map(is_entry, entries)):
-                return entries
-            why = f"{self.manifest} is not a manifest of checkpoints; {remedy}"
+            return read_json(self.manifest, "using the checkpoint files in its folder", list)
         except FileNotFoundError:
             if not self._files():
                 return []
-            why = f"{self.manifest} does not exist; {remedy}"
         except UserError as error:
             why = str(error)
         print(f"warning: {why}", file=sys.stderr, flush=True)
-        return self._scan()
-
-    def _scan(self) -> list[dict]:
-        """Make entries of the files that load."""
         entries, accuracies = [], {}
         for path in self._files():
             try:
-                saved = checkpoints.load(path).get("accuracies")
-                accuracies |= saved if isinstance(saved, dict) else {}
+                accuracies |= checkpoints.load(path).get("accuracies", {})
                 step = int(path.stem.removeprefix("step-"))
                 entries.append({"file": path.name, "step": step, "sha256": sha256(path)})
-            except (checkpoints.CheckpointError, ValueError, OSError) as error:
+            except (checkpoints.CheckpointError, OSError) as error:
                 self._skip(path.name, error)
-        # A share, whatever the files state.
-        shares = {n: s for n, s in accuracies.items() if type(s) is float and 0 <= s <= 1}
-        return [entry | {"top1": shares.get(entry["file"])} for entry in entries]
+        return [entry | {"top1": accuracies.get(entry["file"])} for entry in entries]
 
     def _link(self, name: str, path: Path) -> None:
         """Link OUT/name to `path`, atomically."""
@@ -162,19 +151,6 @@ class Checkpoints:
                 left.unlink()
         # Relative, so that a run folder can be moved.
         replace_link(self.out / name, path.relative_to(self.out))
-
-
-def is_entry(entry: object) -> bool:
-    """Whether an item of a manifest is a file with step, SHA-256 and, once evaluated, accuracy."""
-    if not isinstance(entry, dict) or not entry.keys() >= {"file", "step", "sha256", "top1"}:
-        return False
-    file, step, digest, top1 = (entry[name] for name in ("file", "step", "sha256", "top1"))
-    return (
-        type(step) is int
-        and file == f"step-{step:08d}.pt"
-        and isinstance(digest, str)
-        and (top1 is None or (is_number(top1) and 0 <= top1 <= 1))
-    )
 
 
 def sha256(path: Path) -> str:

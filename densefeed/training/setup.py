@@ -104,9 +104,7 @@ def setup_run(config: Config, ranks: Ranks) -> Run:
         if ranks.is_first:
             print(note)
     # After the initial weights: the EMA begins as a copy of the model.
-    student = build_trainable(
-        config.model, optim, config.run, objective, model, loader.num_classes, ranks
-    )
+    student = build_trainable(config.model, optim, config.run, objective, model, ranks)
     if checkpoint:
         student.restore(checkpoint, out)
     else:
@@ -169,7 +167,6 @@ def build_trainable(
     run: RunOptions,
     objective: Objective,
     model: nn.Module,
-    num_classes: int,
     ranks: Ranks,
 ) -> Student:
     """Move the model to the device, let the objective wrap it, and build the student."""
@@ -185,7 +182,7 @@ def build_trainable(
     dtype = autocast_dtype(run.precision, ranks.device)
     if options.half_residual:
         narrow_residual(model, options.name, dtype)
-    trainable = objective.wrap(model, num_classes, place)
+    trainable = objective.wrap(model, model.num_classes, place)
     captured = can_capture(run.compile, ranks)
     if captured and ranks.size > 1 and getattr(trainable, "aliases", ()):
         raise UserError(

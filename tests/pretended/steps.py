@@ -109,7 +109,7 @@ class Steps:
         loader = ConstantLoader(config, config.optim.batch)
         model, _ = build_model(config.model, config.data, objective, CLASSES)
         sections = config.model, config.optim, config.run
-        self.student = build_trainable(*sections, objective, model, CLASSES, ranks)
+        self.student = build_trainable(*sections, objective, model, ranks)
         trainable, nothing = self.student.trainable.train(), torch.zeros(2, dtype=torch.float64)
         dtype = autocast_dtype(config.run.precision, device)
         self.step = step_for(config, loader, trainable, dtype)

@@ -8,6 +8,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from densefeed.system.errors import UserError
+from densefeed.training.config import RunOptions
 from densefeed.training.logs import describe_result, open_log, read_identity, truncate_metrics
 
 
@@ -19,7 +20,8 @@ def read_records(out):
 
 
 def write_log(out, *records, step=0, steps=10, project="", evaluated=True):
-    with open_log(out, step, steps, {"seed": 0}, project, evaluated=evaluated) as log:
+    options = RunOptions(out=out, wandb=project)
+    with open_log(options, {"seed": 0}, step, steps, evaluated) as log:
         for kind, at, values in records:
             log.write(kind, at, at / 4, values)
             log.advance(1)
@@ -110,7 +112,7 @@ def test_json_has_no_nan(tmp_path):
 
 
 def test_only_rank_0_logs(tmp_path):
-    with open_log(tmp_path, 0, 1, {}, enabled=False) as log:
+    with open_log(RunOptions(out=tmp_path), {}, 0, 1, enabled=False) as log:
         log.write("train", 1, 1.0, {"loss": 1.0})
         log.advance(1)
     assert list(tmp_path.iterdir()) == []
@@ -141,9 +143,11 @@ def test_wandb_keeps_one_run_id_on_resume(tmp_path, monkeypatch, command):
     program = f"""
 import time
 from pathlib import Path
+from densefeed.training.config import RunOptions
 from densefeed.training.logs import open_log
+options = RunOptions(out=Path({str(tmp_path / "run")!r}), wandb="densefeed")
 for step, loss in ((0, 0.515625), (1, 0.265625)):
-    with open_log(Path({str(tmp_path / "run")!r}), step, 2, dict(seed=0), "densefeed") as log:
+    with open_log(options, dict(seed=0), step, 2) as log:
         log.write("train", step + 1, 1.0, dict(loss=loss))
     time.sleep(1.1)  # W&B names the offline folder by the second
 """

@@ -211,7 +211,7 @@ def run_step(config: Config) -> Watch:
     with fake_cuda():
         model, _ = build_meta(config.model, config.data, objective, CLASSES)
         sections = config.model, optim, config.run
-        student = build_trainable(*sections, objective, model, CLASSES, ranks)
+        student = build_trainable(*sections, objective, model, ranks)
         trainable, dtype = student.trainable.train(), autocast_dtype(config.run.precision, CUDA)
         step = step_for(config, loader, trainable, dtype)
         draws = np.arange(IMAGES), np.zeros(IMAGES, np.int64)

@@ -428,5 +428,5 @@ def test_what_does_not_fit_is_refused(loader, packed):
         densefeed.build_step(loader, model, no_such=1)
     with pytest.raises(densefeed.UserError, match="--objective foo is unknown; choose one of ce,"):
         densefeed.build_step(loader, model, "foo")
-    with pytest.raises(densefeed.UserError, match="--drloc trains modules beside the model"):
+    with pytest.raises(densefeed.UserError, match="--drloc l1 trains modules beside the"):
         densefeed.build_step(loader, model, drloc="l1")

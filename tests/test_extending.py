@@ -61,7 +61,7 @@ def test_a_method_wraps_the_model_and_its_network_is_evaluated_and_saved(run, pa
         out = tmp_path / objective
         given = *words, "--out", out, "--objective", objective
         printed = run("method.py", "lvvit_micro_ce", *given, *SHORT)
-        assert "that --peer-weight trains beside them" in printed
+        assert "that --peer-weight 0.5 trains beside them" in printed
         result = json.loads((out / "result.json").read_text())
         assert 0 <= result["top1_peer"] <= 1
         saved = torch.load(out / "last.pt", weights_only=True)

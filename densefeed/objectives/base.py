@@ -33,7 +33,7 @@ from densefeed.pipelines.targets import (
     sparse_targets,
 )
 from densefeed.system.errors import UserError
-from densefeed.system.options import Options
+from densefeed.system.options import Options, leaves
 
 Place = Callable[[nn.Module], nn.Module]
 
@@ -191,7 +191,8 @@ class Method(Objective):
 
     @property
     def flag(self) -> str:
-        return f"--{self.name}"
+        chosen = dict(leaves(self.options)).get(self.name.replace("-", "_"), "")
+        return f"--{self.name} {chosen}".rstrip()
 
     def check(self) -> None:
         self.base.check()

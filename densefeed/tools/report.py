@@ -25,7 +25,7 @@ import tyro
 from PIL import Image
 
 from densefeed.models.token_transformer import TokenTransformer
-from densefeed.objectives import OBJECTIVES, build_objective
+from densefeed.objectives import OBJECTIVES, active_methods, build_objective
 from densefeed.objectives.base import DenseObjective
 from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches, load_crops
 from densefeed.pipelines.batch import Batch, ScoreMapSpec
@@ -454,10 +454,11 @@ def draw_removal(runs: list[RunRecord]) -> tuple[str, dict] | None:
 
 
 def group_joint(runs: list[RunRecord]) -> list[list[RunRecord]]:
-    """Group the evaluated runs with an agent whose options differ in blocks and seed alone."""
+    """Group the evaluated runs of a method whose options differ in blocks and seed alone."""
     groups = defaultdict(list)
     for run in runs:
-        if run.val and run.val[-1].keys() >= {"top1", "top1_agent"}:
+        joint = any(active_methods(run.config.objective))
+        if joint and run.val and "top1" in run.val[-1]:
             options = dict(leaves(run.config))
             same = options.keys() - PLACES - {"feature_blocks", "seed"}
             groups[repr([options[name] for name in sorted(same)])].append(run)

@@ -26,6 +26,8 @@ from densefeed.system.terminal import print
 
 # Names of the files that a run writes. Other names, such as step-notes.pt, belong to the user.
 FILE = re.compile(r"step-\d{8,}\.pt")
+# What the manifest says of each.
+ENTRY = {"file", "step", "sha256", "top1"}
 # Their temporary names, which killed processes leave.
 PART = re.compile(r"(step-\d{8,}\.pt|manifest\.json)\.\d+\.part")
 
@@ -126,7 +128,10 @@ class Checkpoints:
         """Read the entries of the manifest, or make them from the files if it cannot be read."""
         why = f"{self.manifest} does not exist"
         try:
-            return read_json(self.manifest, "using the checkpoint files in its folder", list)
+            entries = read_json(self.manifest, "using the checkpoint files in its folder", list)
+            if entries and all(isinstance(e, dict) and e.keys() >= ENTRY for e in entries):
+                return entries
+            why = f"{self.manifest} is not a manifest of checkpoints"
         except FileNotFoundError:
             if not self._files():
                 return []

@@ -389,10 +389,8 @@ def checksum_maps(on_bad_sample: str, objective: Objective, loader: ThreadedLoad
 def check_same_data(out: Path, checkpoint: dict[str, Any], fingerprint: str, maps: int) -> None:
     """Raise UserError if a run was trained on other images or score maps."""
     for name, now, what in (
-        ("fingerprint", fingerprint, "images than --data holds"),
-        ("maps", maps, "score maps than these"),
+        ("fingerprint", fingerprint, "on other images than --data holds"),
+        ("maps", maps, "with other score maps than these"),
     ):
         if checkpoint[name] != now:
-            raise UserError(
-                f"{out} was trained on other {what}; give the same, or choose another --out"
-            )
+            raise UserError(f"{out} was trained {what}; give the same, or choose another --out")

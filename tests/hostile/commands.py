@@ -80,7 +80,6 @@ RUN = (
     "tools.report {file} --out {out}/report.html",
     "tools.validate {file} --data {images} --loader folder --threads 1",
     "tools.export {file} --out {out}/model",
-    train("nfnet_micro_ce", f"--loader folder {IMAGES} --out {{file}} --resume auto"),
     "tools.relabel_imagenet --data {images} --teacher {file} --input-size 64 --top-k 2 "
     "--out {out}/maps.h5",
 )

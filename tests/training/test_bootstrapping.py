@@ -393,9 +393,12 @@ def test_feature_weight_decay(config, decay, shares):
     [
         (
             dict(drloc="l1", drloc_grid=0),
-            "--drloc and --bootstrap cannot be combined: DRLoc reads the last map of one network",
+            "--drloc and --bootstrap cannot be combined: each trains a model with additions",
         ),
-        (dict(frozen_statistics=True), "the network that --bootstrap adds begins without any"),
+        (
+            dict(frozen_statistics=True),
+            "the network that --bootstrap joint adds begins without any",
+        ),
         (
             dict(model="dhvt_tiny_cifar_patch4"),
             "dhvt_tiny_cifar_patch4 cannot have this agent .DHVT's attention adds head tokens",
@@ -530,9 +533,3 @@ def test_feature_blocks_are_the_terms_of_equation_7(config):
     assert features(1) != features(2)
     torch.testing.assert_close(features(1) + features(2), features())
     torch.testing.assert_close(features(2, 1), features())
-
-
-def test_error_on_resume_with_other_bootstrap_mode(config):
-    training.train(config(epochs=1))
-    with pytest.raises(UserError, match="was trained with bootstrap=joint"):
-        training.train(config(epochs=1, bootstrap="shared", resume="auto"))

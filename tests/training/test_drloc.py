@@ -157,26 +157,6 @@ def test_error_on_conflicting_options_before_first_step(micro, tmp_path, fields,
     assert not (tmp_path / "run").exists()
 
 
-def test_error_on_resume_with_other_drloc_options(micro, tmp_path):
-    training.train(micro(tmp_path / "run", epochs=1, drloc="l1", drloc_grid=0))
-    for fields in (
-        dict(drloc="none"),
-        dict(drloc_weight=0.1),
-        dict(drloc_hidden=64),
-        dict(drloc="signed"),
-    ):
-        name = next(iter(fields))
-        with pytest.raises(UserError, match=rf"was trained with {name}="):
-            training.train(
-                micro(
-                    tmp_path / "run",
-                    epochs=1,
-                    resume="auto",
-                    **{"drloc": "l1", "drloc_grid": 0, **fields},
-                )
-            )
-
-
 def test_dry_run_computes_localization_loss(micro, tmp_path, capsys, monkeypatch):
     """Once, for its two images."""
     losses = []
@@ -398,15 +378,6 @@ def test_published_weight_rises_for_20_epochs_then_falls_to_0(epoch, share):
     published = with_options(config, drloc_published=True)
     assert objective_for(published).weight(epoch) == pytest.approx(0.5 * share)
     assert math.isfinite(objective_for(with_options(published, epochs=8)).weight(epoch))
-
-
-def test_no_heads_without_drloc(micro, tmp_path):
-    """Neither in training nor in the checkpoint."""
-    config = micro(tmp_path / "run")
-    model = model_for(config)
-    assert wrap(config, model) is model
-    training.train(config)
-    assert "localizer" not in checkpoints.load(tmp_path / "run" / "last.pt")
 
 
 def test_log_shows_parameters_of_heads(micro, tmp_path, capsys):

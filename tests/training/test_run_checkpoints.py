@@ -145,7 +145,7 @@ def test_best_link_is_removed_when_its_step_is_repeated(tmp_path):
     assert not os.path.lexists(tmp_path / "best.pt")
 
 
-@pytest.mark.parametrize("content", [None, "", "[", "{}", "\0\xff"])
+@pytest.mark.parametrize("content", [None, "", "[]", '["x"]', "{}", "\0\xff"])
 def test_missing_or_damaged_manifest_is_rebuilt_from_files(tmp_path, capsys, content):
     """Includes the best one and a damaged file; the next checkpoint writes a manifest again."""
     save_steps(tmp_path, 3, (1, 0.9), (2, 0.4), (3, None))
@@ -162,6 +162,18 @@ def test_missing_or_damaged_manifest_is_rebuilt_from_files(tmp_path, capsys, con
     assert [entry["step"] for entry in read_manifest(tmp_path)] == [1, 4]
     assert os.readlink(tmp_path / "best.pt") == "checkpoints/step-00000001.pt"
     assert check_checkpoints(tmp_path) == 4
+
+
+def test_any_flipped_bit_in_the_manifest_is_survived(tmp_path):
+    """One bit in each of its bytes: a checkpoint of the run is found."""
+    save_steps(tmp_path, 2, (1, 0.9), (2, 0.4))
+    manifest = tmp_path / "checkpoints" / "manifest.json"
+    content = manifest.read_bytes()
+    for at in range(len(content)):
+        manifest.write_bytes(
+            content[:at] + bytes([content[at] ^ (1 << at % 8)]) + content[at + 1 :]
+        )
+        assert Checkpoints(tmp_path, 2).newest() in ("step-00000001.pt", "step-00000002.pt")
 
 
 def test_user_files_are_kept(tmp_path):

@@ -14,12 +14,13 @@ import tyro
 from torch import nn
 
 from benchmarks.step import StepBenchmark
+from densefeed.objectives import check_unused
 from densefeed.storage.datasets import COUNTS
 from densefeed.tools.explain import Explanations
 from densefeed.tools.model_costs import Costs, ModelCosts, costs_by_name, measure_costs
 from densefeed.tools.pack_dataset import Packing
 from densefeed.tools.validate import Validation
-from densefeed.training.config import Config, check_unused
+from densefeed.training.config import Config
 
 from .documents import FOLDERS, NAMED, count_parameters, parse, table_rows
 from .runs import meta_device, objective_for

@@ -3,7 +3,6 @@
 import json
 import math
 import platform
-import re
 import sys
 import threading
 import uuid
@@ -190,7 +189,7 @@ def start_wandb(
         with replace_file(identity) as part:
             # Made here, because W&B's package no longer makes identities.
             part.write_text(uuid.uuid4().hex[:8])
-    options = {"name": out.name, "id": read_identity(identity), "resume": "allow", "dir": out}
+    options = {"name": out.name, "id": identity.read_text(), "resume": "allow", "dir": out}
     try:
         run = wandb.init(project=project, config=config, **options)
     except wandb.Error as error:
@@ -200,16 +199,6 @@ def start_wandb(
     stack.callback(run.finish)
     run.define_metric("*", step_metric="step")
     return run.log
-
-
-def read_identity(path: Path) -> str:
-    """Read the identity of a run at Weights & Biases. UserError if the file holds none."""
-    with open_regular(path) as file:
-        content = file.read(65)
-    # W&B's own bounds: https://docs.wandb.ai/ref/python/init (`id`).
-    if not re.fullmatch(rb"[\w.-]{1,64}", content):
-        raise UserError(f"{path} holds no identity of a run at Weights & Biases; remove it")
-    return content.decode()
 
 
 # ---------------------------------------------------------------- the header of a run

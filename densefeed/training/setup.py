@@ -132,8 +132,9 @@ def setup_run(config: Config, ranks: Ranks) -> Run:
     epochs, rest = divmod(run.done, len(loader))
     ended = epochs > 0 and rest == 0 and run.is_evaluated(epochs)
     # A finished run is evaluated again, because result.json needs the metrics.
-    again = run.done == run.steps or not ranks.broadcast_sync(kept.rated(run.done))
-    return run._replace(evaluate_first=ended and again)
+    last = run.done == run.steps
+    first = ended and (last or not ranks.broadcast_sync(kept.rated(run.done)))
+    return run._replace(evaluate_first=first)
 
 
 def open_loader(

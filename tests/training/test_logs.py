@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from densefeed.system.errors import UserError
 from densefeed.training.config import RunOptions
-from densefeed.training.logs import describe_result, open_log, read_identity, truncate_metrics
+from densefeed.training.logs import describe_result, open_log, truncate_metrics
 
 
 def read_records(out):
@@ -94,16 +94,6 @@ def test_any_damage_of_a_line_is_a_warning(tmp_path, capsys, line):
     assert warning.startswith(f"warning: dropping a damaged line of {path} (line 2: ")
     assert DAMAGED[line] in warning
     assert warning.count("\n") == 1
-
-
-def test_an_invalid_wandb_id_is_refused(tmp_path):
-    path = tmp_path / "wandb-id"
-    for content in (b"", b"\xff", b"../x", b"x" * 65):
-        path.write_bytes(content)
-        with pytest.raises(UserError, match=rf"{path} holds no identity of a run .*; remove it"):
-            read_identity(path)
-    path.write_bytes(b"1a2b-c3")
-    assert read_identity(path) == "1a2b-c3"
 
 
 def test_json_has_no_nan(tmp_path):

@@ -61,9 +61,10 @@ def make_section(kinds: tuple[type[Objective], ...]) -> type[Objectives]:
 def complete(section: Objectives) -> Any:
     """Return the section with the options of all that is registered by now."""
     kind = make_section((*OBJECTIVES.values(), *METHODS.values()))
-    given = {one.name: getattr(section, one.name) for one in fields(section)}
-    known = {one.name for one in fields(kind)}
-    return kind(**{name: value for name, value in given.items() if name in known})
+    if type(section) is kind:
+        return section
+    known = {one.name for one in fields(kind)} & {one.name for one in fields(section)}
+    return kind(**{name: getattr(section, name) for name in known})
 
 
 def active_methods(section: Objectives) -> Iterable[type[Method]]:

@@ -251,7 +251,7 @@ def read_input(file: ImageFile, trained: Trained, crop_pct: float) -> Input:
     # Also from a tar or Parquet file.
     with file.folder.open(file.row) if file.folder else open_regular(file.path) as opened:
         image = decode(read_encoded(opened, str(file.path)), str(file.path))
-    pixels, _ = crop_input(image, trained, crop_pct)
+    pixels = crop_input(image, trained, crop_pct)
     return Input(file, pixels, (image.height, image.width))
 
 

@@ -153,19 +153,16 @@ def open_beside(trained: Trained, name: str, device: torch.device) -> Trained:
     return trained._replace(model=network, name=f"{name} of {trained.name}")
 
 
-def crop_input(
-    image: Image.Image, trained: Trained, crop_pct: float
-) -> tuple[np.ndarray, np.ndarray]:
+def crop_input(image: Image.Image, trained: Trained, crop_pct: float) -> np.ndarray:
     """Cut out what the model sees of an image, with the filter of its evaluation.
 
-    Returns the pixels, uint8 `[S, S, 3]`, and the crop's box, (top, left, height, width) in pixels
-    of the image, `[1, 4]`.
+    Returns uint8 `[S, S, 3]`.
     """
     box_14 = center_box(np.array([image.height]), np.array([image.width]), crop_pct)
     top, left, height, width = box_14[0].tolist()
     filter = str_to_pil_interp(trained.interpolation)
     box_ltrb = left, top, left + width, top + height
-    return crop_resize(image, box_ltrb, trained.size, filter), box_14
+    return crop_resize(image, box_ltrb, trained.size, filter)
 
 
 def default_interpolation(checkpoint: dict, data: dict) -> str:

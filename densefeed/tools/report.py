@@ -42,8 +42,6 @@ from densefeed.system.progress import bar
 from densefeed.system.provenance import check_replaceable, write_json
 from densefeed.system.terminal import print
 from densefeed.tools.audit import INKS, TEMPLATES, picture
-from densefeed.tools.heat_maps import HEAT
-from densefeed.tools.student_relevance import compare_relevance
 from densefeed.tools.true_objects import Truth, boxes_in_crop, make_objects, read_objects
 from densefeed.training.build import build_model
 from densefeed.training.config import Config
@@ -519,14 +517,11 @@ def main(report: Report) -> None:
         check_replaceable(out.with_suffix(".json"), "published", "--out")
     runs, environment = [read_run(folder) for folder in report.runs], read_environment(folder)
     crops = replay(runs, report.boxes)
-    relevance = compare_relevance(report.runs, report.boxes) if report.boxes else None
     text = TEMPLATES.get_template("report.html").render(
         environment=environment,
         rows=[make_row(run, runs) for run in runs],
         last=runs[-1],
         curves=draw_curves(runs),
-        relevance=relevance,
-        heat=HEAT,
         **crops,
     )
     with replace_file(out) as part:

@@ -106,10 +106,7 @@ FOLDER = (
     "tools.relabel_imagenet --data {file} --teacher {run} --input-size 64 --top-k 2 "
     "--out {out}/maps.h5",
     "tools.validate {run} --data {file} --loader folder --threads 1",
-    "tools.validate_explanations {student} --data {file}/train --steps 1",
 )
-# Validation of explanations takes the folder of a split.
-SHARDS = FOLDER[:-1]
 LIST = (
     "tools.pack_dataset --data {images} --dataset list/{file} --out {out}/x.beton",
     "tools.relabel_imagenet --data {images} --dataset list/{file} --teacher {run} "
@@ -126,11 +123,7 @@ TREE = (
     "--input-size 64 --out {out}/maps.h5 --no-audit --missing label",
 )
 REAL = ("tools.validate {run} --data {images} --loader folder --threads 1 --real {file}",)
-BOXES = (
-    "tools.report {run} --boxes {file} --out {out}/report.html",
-    "tools.validate_explanations {student} --data {images}/train --boxes {file} "
-    "--json {out}/maps.json",
-)
+BOXES = ("tools.report {run} --boxes {file} --out {out}/report.html",)
 MERGE = ("tools.score_maps merge {file} {other} --out {out}/maps.h5",)
 JOINED = (*STORE, "tools.score_maps status {file}")
 
@@ -183,9 +176,9 @@ KINDS = {
     "run": Kind(15, damage_in_folder("run", "*.json*"), make_commands(RUN)),
     "manifest": Kind(4, damage_in_folder("run", "checkpoints/*"), make_commands(RUN)),
     "image": Kind(10, damage_in_folder("images", "train/*/*"), make_commands(FOLDER)),
-    "tar": Kind(10, damage_in_folder("tar", "*.tar"), make_commands(SHARDS)),
-    "tar folders": Kind(5, damage_in_folder("folders", "*"), make_commands(SHARDS)),
-    "parquet": Kind(10, damage_in_folder("parquet", "data/*"), make_commands(SHARDS)),
+    "tar": Kind(10, damage_in_folder("tar", "*.tar"), make_commands(FOLDER)),
+    "tar folders": Kind(5, damage_in_folder("folders", "*"), make_commands(FOLDER)),
+    "parquet": Kind(10, damage_in_folder("parquet", "data/*"), make_commands(FOLDER)),
     "list": Kind(10, damage_file("list.txt"), make_commands(LIST)),
     "class map": Kind(6, damage_file("class_map.csv", "class_map.json"), make_commands(CLASS_MAP)),
     "tree": Kind(12, damage_in_folder("tree", "*/*.pt"), make_commands(TREE)),

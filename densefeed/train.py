@@ -6,7 +6,6 @@
 `python train.py RECIPE --help` shows every option (densefeed/training/config.py).
 """
 
-import inspect
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import tyro
 
 from densefeed.objectives import check_unused
 from densefeed.recipes import RECIPES
+from densefeed.recipes.recipe import Recipe
 from densefeed.step import Step
 from densefeed.system import errors
 from densefeed.system.devices import peak_memory, synchronize
@@ -233,12 +233,12 @@ def finish(run: Run, result: dict, clock: RunClock) -> dict:
 def main() -> None:
     """Read the command line: a recipe's name, then any option."""
 
-    def describe(recipe: Callable[[], Config]) -> str:
-        """One line of each in the list of recipes; in a recipe's own --help its docstring."""
-        text = errors.name_commands(inspect.getdoc(recipe) or "")
-        return text if recipe.__name__ in sys.argv else text.partition("\n")[0]
+    def describe(recipe: Recipe) -> str:
+        """One line of each in the list of recipes; in a recipe's own --help its text."""
+        text = errors.name_commands(recipe.text)
+        return text if recipe.name in sys.argv else text.partition("\n")[0]
 
-    recipes = {recipe.__name__: (describe(recipe), recipe()) for recipe in RECIPES}
+    recipes = {name: (describe(recipe), recipe()) for name, recipe in RECIPES.items()}
     about, flat = errors.name_commands(__doc__), (tyro.conf.OmitArgPrefixes,)
     with raise_on_rank0():
         check_recipe(sys.argv[1:2], list(recipes))

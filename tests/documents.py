@@ -3,12 +3,11 @@
 import shlex
 
 import densefeed.train as training
-from densefeed import recipes
+from densefeed.recipes import RECIPES
 from densefeed.training.config import Config
 
 from .runs import meta_device, model_for
 
-NAMED = {recipe.__name__: recipe for recipe in recipes.RECIPES}
 FOLDERS = ["--data", "a", "--val", "b", "--out", "c"]
 
 
@@ -21,7 +20,7 @@ def parse(command: str, monkeypatch) -> Config:
     words, given = shlex.split(command), []
     assert words[:2] == ["python", "train.py"]
     other = "lvvit_micro_ce" if words[2] != "lvvit_micro_ce" else "lvvit_micro_token_label"
-    monkeypatch.setattr(training, "RECIPES", [NAMED[words[2]], NAMED[other]])
+    monkeypatch.setattr(training, "RECIPES", {name: RECIPES[name] for name in (words[2], other)})
     monkeypatch.setattr("sys.argv", [*words[1:], *(FOLDERS if "--data" not in words else [])])
     monkeypatch.setattr(training, "train", given.append)
     training.main()

@@ -270,7 +270,7 @@ def micro(packed):
 
     `micro(out, **fields)` trains two epochs of three steps of four images.
     """
-    from densefeed import recipes
+    from densefeed.recipes import RECIPES
     from densefeed.system.options import with_options
 
     small = dict(
@@ -289,7 +289,7 @@ def micro(packed):
 
     def make(out: Path, **fields):
         paths = dict(data=packed[0], val=packed[1], out=out)
-        return with_options(recipes.micro.lvvit_micro_token_label(), **paths, **(small | fields))
+        return with_options(RECIPES["lvvit_micro_token_label"](), **paths, **(small | fields))
 
     return make
 

@@ -22,7 +22,7 @@ from densefeed.tools.pack_dataset import Packing
 from densefeed.tools.validate import Validation
 from densefeed.training.config import Config
 
-from .documents import FOLDERS, NAMED, count_parameters, parse, table_rows
+from .documents import FOLDERS, count_parameters, parse, table_rows
 from .runs import meta_device, objective_for
 
 ROOT = Path(__file__).parent.parent
@@ -92,7 +92,7 @@ def split_row(line: str) -> tuple[str, str]:
 def read_config(command: str) -> Config:
     """Return the config of a `train.py` command, by tyro as `main` does."""
     name, *words = shlex.split(command)[2:]
-    recipe, flat = NAMED[name](), (tyro.conf.OmitArgPrefixes,)
+    recipe, flat = RECIPES[name](), (tyro.conf.OmitArgPrefixes,)
     config = tyro.cli(Config, default=recipe, args=[*words, *FOLDERS], config=flat)
     check_unused(config, recipe)
     return config
@@ -198,7 +198,7 @@ def test_a_panel_of_figure_6_is_a_sweep_around_the_default(panel, option):
     commands = [line.strip("`") for name, line, *_ in rows if name.startswith(panel)]
     assert commands == [f"{joint} {option} {value}" for value in values]
     field = option.removeprefix("--").replace("-", "_")
-    default = getattr(NAMED["bootstrapping_vit_s_joint"]().objective.bootstrap, field)
+    default = getattr(RECIPES["bootstrapping_vit_s_joint"]().objective.bootstrap, field)
     steps = [float(value) for value in values]
     assert steps == sorted(steps)
     assert steps[1] < default < steps[2]
@@ -287,7 +287,7 @@ def test_commands_have_what_their_row_names():
 def test_models_and_recipes_of_commands_exist():
     named = {name for c in COMMANDS for name in re.findall(r"--model (\w+)|costs\.py (\w+)", c)}
     assert all(map(timm.is_model, filter(None, chain(*named))))
-    assert {c.split()[2] for c in COMMANDS if "train.py" in c} <= set(NAMED)
+    assert {c.split()[2] for c in COMMANDS if "train.py" in c} <= set(RECIPES)
 
 
 @pytest.mark.slow
@@ -301,13 +301,13 @@ def test_training_commands_run_as_train_py_reads_them(command, monkeypatch):
 
 def test_figures_of_the_help_are_those_of_the_papers():
     """All of them, in order: a line of `help` lists a recipe's figures as its docstring does."""
-    stated = {name: " ".join(figures_of_help(name)) for name in NAMED}
+    stated = {name: " ".join(figures_of_help(name)) for name in RECIPES}
     assert {name: figures for name, figures in stated.items() if figures} == HELP
 
 
 def figures_of_help(name: str) -> list[str]:
     """Return the accuracies in a recipe's docstring; other numbers are below 8 or above 100."""
-    return [n for n in numbers(getdoc(NAMED[name])) if 8 < float(n) < 100]
+    return [n for n in numbers(getdoc(RECIPES[name])) if 8 < float(n) < 100]
 
 
 def test_a_recipe_has_the_figures_of_its_row_in_its_help():
@@ -325,7 +325,7 @@ def test_a_recipe_has_the_figures_of_its_row_in_its_help():
 def test_runs_to_start_from_are_made_by_a_command():
     """`--init runs/NAME` is the --out of the row's first command, or a run of the recipe NAME."""
     for claim in CLAIMS:
-        made = set(NAMED)
+        made = set(RECIPES)
         for command in commands_of(claim):
             assert set(re.findall(r"--init runs/(\w+)/", command)) <= made, claim
             made |= set(re.findall(r"--out runs/(\w+)", command))

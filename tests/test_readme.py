@@ -286,7 +286,7 @@ def program(words: list[str]) -> tuple[str, ...]:
         from densefeed.recipes import RECIPES
 
         recipe = words[start + 1]
-        assert recipe in {known.__name__ for known in RECIPES} | {"RECIPE"}, recipe
+        assert recipe in {*RECIPES, "RECIPE"}, recipe
         return name, RECIPE
     return (name, words[start + 1]) if name in SUBCOMMANDS else (name,)
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import densefeed.train as training
-from densefeed import recipes
 from densefeed.models import checkpoints
 from densefeed.models.lvvit import LVViT
 from densefeed.models.token_transformer import TokenLogits
@@ -18,6 +17,7 @@ from densefeed.objectives.base import StepContext, step_loss
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.mixing import Mix
 from densefeed.pipelines.targets import TargetRules, sparse_targets
+from densefeed.recipes import RECIPES
 from densefeed.storage.images import Images
 from densefeed.system.errors import UserError
 from densefeed.system.options import flag, leaves, with_options
@@ -43,7 +43,7 @@ def config(packed, out, **fields):
         device="cpu",
     )
     return with_options(
-        recipes.micro.lvvit_micro_token_label(),
+        RECIPES["lvvit_micro_token_label"](),
         data=packed[0],
         val=packed[1],
         out=out,
@@ -839,9 +839,8 @@ def test_maps_with_another_class_count_are_rejected(folder, random_maps, tmp_pat
 )
 def test_invalid_command_line_prints_an_error_and_exits_with_2(words, said, monkeypatch, capsys):
     # Every call makes all recipes that the command line has.
-    monkeypatch.setattr(
-        training, "RECIPES", [recipes.micro.lvvit_micro_ce, recipes.micro.nfnet_micro_ce]
-    )
+    few = {name: RECIPES[name] for name in ("lvvit_micro_ce", "nfnet_micro_ce")}
+    monkeypatch.setattr(training, "RECIPES", few)
     monkeypatch.setattr("sys.argv", ["train.py", *words])
     with pytest.raises(SystemExit) as stopped:
         training.command()

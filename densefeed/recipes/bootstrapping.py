@@ -2,6 +2,7 @@
 
 import tyro
 
+from densefeed.recipes.recipe import table
 from densefeed.system.options import with_options
 from densefeed.training.config import Config
 
@@ -35,264 +36,76 @@ BOOTSTRAPPING = with_options(
 # The code that Table 1's results are from shifts CIFAR's images by up to 4 of their 32 pixels
 # before it enlarges them, 28 of 224, instead of cropping, with a black border. Here the shift is in
 # steps of one pixel of the 224. It decays all parameters.
-PUBLISHED = dict(crop_scale=(1.0, 1.0), shift=28, shift_border="black", decay_all=True)
+PADDED = dict(crop_scale=(1.0, 1.0), shift=28, shift_border="black", decay_all=True)
 # Dropout as in the published ViT-S.
-VIT_S = dict(model="bootstrapping_vit_s", model_kwargs=("attn_drop_rate=0.1", "proj_drop_rate=0.1"))
+DROPOUT = ("attn_drop_rate=0.1", "proj_drop_rate=0.1")
+VIT_S = dict(model="bootstrapping_vit_s", model_kwargs=DROPOUT)
+# Norms at the end of each branch, as in the published Agent-B.
+VIT_B = dict(model="bootstrapping_vit_b", agent_kwargs=("norm='after'",))
+AGENT_B = dict(model="agent_b", model_kwargs=("norm='after'",))
+JOINT, SHARED = dict(bootstrap="joint"), dict(bootstrap="shared")
+UNALIGNED = SHARED | dict(align="none")
 CIFAR_100 = (
     "pretrained_cfg_overlay={'mean': (0.5071, 0.4867, 0.4408), 'std': (0.2023, 0.1994, 0.2010)}"
 )
-# Norms at the end of each branch, as in the published Agent-B.
-VIT_B = dict(model="bootstrapping_vit_b", agent_kwargs=("norm='after'",))
+FEATURES = dict(feature_norm="layernorm", agent_kwargs=("pool=3",))
+PUBLISHED = VIT_S | PADDED | FEATURES | dict(model_kwargs=(*DROPOUT, CIFAR_100))
 # For parts of ImageNet (Table 3); evaluation crops as the published code does.
 FEW_IMAGES = dict(crop_pct=0.875)
 # Section 4.1; the published configuration has no momentum, and the paper names none.
 CNN = dict(optimizer="sgd", momentum=0.0, lr=5e-2, weight_decay=5e-4)
 # The published radius, not adaptive. Its loop with SAM clips no gradients.
 SAM = dict(sam_rho=0.1)
-
-
-def bootstrapping_vit_s_scratch() -> Config:
-    """ViT-S alone, the baseline of Bootstrapping ViTs.
-
-    python train.py bootstrapping_vit_s_scratch --loader ffcv --data train.beton --val val.beton \\
-        --out runs/vit_s_scratch
-
-    Table 1: 87.32 % on CIFAR-10, 61.25 % on CIFAR-100. Not run here.
-    """
-    return with_options(BOOTSTRAPPING, **VIT_S)
-
-
-def bootstrapping_vit_s_joint() -> Config:
-    """ViT-S and its agent CNN, each with its own weights.
-
-    python train.py bootstrapping_vit_s_joint --loader ffcv --data train.beton --val val.beton \\
-        --out runs/vit_s_joint
-
-    Table 1: 95.14 % on CIFAR-10, 76.19 % on CIFAR-100; its agent 94.90 and 74.06 %. Not run here.
-    """
-    return with_options(bootstrapping_vit_s_scratch(), bootstrap="joint")
-
-
-def bootstrapping_vit_s_shared() -> Config:
-    """ViT-S and its agent CNN with one set of weights, gradients aligned.
-
-    python train.py bootstrapping_vit_s_shared --loader ffcv --data train.beton --val val.beton \\
-        --out runs/vit_s_shared
-
-    Table 1: 93.72 % on CIFAR-10, 75.50 % on CIFAR-100, its agent 93.22 and 74.06 %, by code without
-    alignment (--align none). Not run here.
-    """
-    return with_options(bootstrapping_vit_s_scratch(), bootstrap="shared")
-
-
-def bootstrapping_vit_s_joint_published() -> Config:
-    """Joint training with the settings of the published code; three differences remain.
-
-    LayerNorm of features, max-pool 3, CIFAR-100's mean, weight decay of all parameters. Padded
-    crops with a black border: that code shifts CIFAR's images by up to 4 of 32 pixels and enlarges
-    them then; here images of 224 pixels are shifted by up to 28, in steps of 1 instead of 7. Its
-    initial weights are others: the patch embedding's and the MLPs' biases have a standard deviation
-    of 1, evidently by mistake, here timm's. It synchronizes the agent's BatchNorm over two devices:
-    on several give --sync-batchnorm.
-
-    python train.py bootstrapping_vit_s_joint_published --loader ffcv --data train.beton \\
-        --val val.beton --out runs/vit_s_published
-
-    The results of Table 1 are those of this code. Not run here.
-    """
-    return with_options(
-        bootstrapping_vit_s_joint(),
-        feature_norm="layernorm",
-        agent_kwargs=("pool=3",),
-        model_kwargs=(*VIT_S["model_kwargs"], CIFAR_100),
-        **PUBLISHED,
-    )
-
-
-def bootstrapping_vit_s_shared_published() -> Config:
-    """Shared training with the settings of the published code; two differences remain.
-
-    Gradients of both networks are added. Otherwise as bootstrapping_vit_s_joint_published, whose
-    help names the differences: shifts and initial weights. The published code does not synchronize
-    BatchNorm here.
-
-    python train.py bootstrapping_vit_s_shared_published --loader ffcv --data train.beton \\
-        --val val.beton --out runs/vit_s_published
-
-    The results of Table 1 are those of this code. Not run here.
-    """
-    return with_options(bootstrapping_vit_s_joint_published(), bootstrap="shared", align="none")
-
-
-def bootstrapping_vit_b_scratch() -> Config:
-    """ViT-B alone, which is DeiT-S.
-
-    python train.py bootstrapping_vit_b_scratch --loader ffcv --data train.beton --val val.beton \\
-        --out runs/vit_b_scratch
-
-    Table 1: 79.24 % on CIFAR-10, 53.07 % on CIFAR-100. Not run here.
-    """
-    return with_options(BOOTSTRAPPING, **VIT_B)
-
-
-def bootstrapping_vit_b_joint() -> Config:
-    """ViT-B and its agent CNN, each with its own weights.
-
-    python train.py bootstrapping_vit_b_joint --loader ffcv --data train.beton --val val.beton \\
-        --out runs/vit_b_joint
-
-    Table 1: 95.00 % on CIFAR-10, 77.83 % on CIFAR-100; its agent 95.06 and 76.57 %. Not run here.
-    """
-    return with_options(bootstrapping_vit_b_scratch(), bootstrap="joint")
-
-
-def bootstrapping_vit_b_shared() -> Config:
-    """ViT-B and its agent CNN with one set of weights, gradients aligned.
-
-    python train.py bootstrapping_vit_b_shared --loader ffcv --data train.beton --val val.beton \\
-        --out runs/vit_b_shared
-
-    Table 1: 93.34 % on CIFAR-10, 75.71 % on CIFAR-100, its agent 92.66 and 74.11 %, by code without
-    alignment (--align none). Not run here.
-    """
-    return with_options(bootstrapping_vit_b_scratch(), bootstrap="shared")
-
-
-def bootstrapping_vit_b_imagenet_joint() -> Config:
-    """ViT-B and its agent CNN on a subset of ImageNet.
-
-    python train.py bootstrapping_vit_b_imagenet_joint --loader ffcv --data train.beton \\
-        --val val.beton --out runs/vit_b_imagenet
-
-    Table 3: 36.01, 49.73 and 71.36 % with 5, 10 and 50 % of the images. Not run here.
-    """
-    return with_options(bootstrapping_vit_b_joint(), **FEW_IMAGES)
-
-
-def bootstrapping_agent_s() -> Config:
-    """Agent-S alone.
-
-    python train.py bootstrapping_agent_s --loader ffcv --data train.beton --val val.beton \\
-        --out runs/agent_s
-
-    Table 1: 94.18 % on CIFAR-10, 74.62 % on CIFAR-100 (74.78 % in Table 5). Not run here.
-    """
-    return with_options(BOOTSTRAPPING, model="agent_s")
-
-
-def bootstrapping_agent_b() -> Config:
-    """Agent-B alone.
-
-    python train.py bootstrapping_agent_b --loader ffcv --data train.beton --val val.beton \\
-        --out runs/agent_b
-
-    Table 1: 94.83 % on CIFAR-10, 74.78 % on CIFAR-100. Not run here.
-    """
-    return with_options(BOOTSTRAPPING, model="agent_b", model_kwargs=("norm='after'",))
-
-
-def bootstrapping_vit_s_fine_tune() -> Config:
-    """ViT-S from weights of ImageNet, a row of Table 1.
-
-    python train.py bootstrapping_vit_s_fine_tune --loader ffcv --data train.beton \\
-        --val val.beton --out runs/fine-tuned --init runs/vit_s_imagenet/last.pt
-
-    Table 1: 95.70 % on CIFAR-10, 80.91 % on CIFAR-100, by code with padded crops (--crop-scale 1 1
-    --shift 28 --shift-border black --decay-all). The paper does not say how ViT-S was trained on
-    ImageNet, nor that the scheme of fine-tuning is another one. Not run here.
-    """
-    return with_options(bootstrapping_vit_s_scratch(), init=tyro.MISSING)
-
-
-def bootstrapping_vit_b_fine_tune() -> Config:
-    """ViT-B from DeiT-S's published weights of ImageNet, a row of Table 1.
-
-    python train.py bootstrapping_vit_b_fine_tune --loader ffcv --data train.beton \\
-        --val val.beton --out runs/fine-tuned --init deit_small_patch16_224-cd65a155.pth
-
-    Table 1: 97.17 % on CIFAR-10, 84.95 % on CIFAR-100, by code with padded crops
-    (--crop-scale 1 1 --shift 28 --shift-border black --decay-all). Not run here.
-    """
-    return with_options(bootstrapping_vit_b_scratch(), init=tyro.MISSING)
-
-
-def bootstrapping_efficientnet_b2() -> Config:
-    """EfficientNet-B2 by SGD without momentum, a baseline of Bootstrapping ViTs.
-
-    python train.py bootstrapping_efficientnet_b2 --loader ffcv --data train.beton \\
-        --val val.beton --out runs/efficientnet_b2
-
-    Table 1: 94.14 % on CIFAR-10, 75.55 % on CIFAR-100, by code with padded crops
-    (--crop-scale 1 1 --shift 28 --shift-border black --decay-all). Not run here.
-    """
-    return with_options(BOOTSTRAPPING, model="efficientnet_b2", **CNN)
-
-
-def bootstrapping_resnet_50() -> Config:
-    """ResNet-50 by SGD without momentum, a baseline of Bootstrapping ViTs.
-
-    python train.py bootstrapping_resnet_50 --loader ffcv --data train.beton \\
-        --val val.beton --out runs/resnet_50
-
-    Table 1: 94.92 % on CIFAR-10, 77.57 % on CIFAR-100, by code with padded crops (--crop-scale 1 1
-    --shift 28 --shift-border black --decay-all). Table 3, with 5, 10 and 50 % of ImageNet and
-    --crop-pct 0.875: 35.43, 50.86 and 70.05 %. Not run here.
-    """
-    return with_options(BOOTSTRAPPING, model="resnet50", **CNN)
-
-
-def bootstrapping_vit_s_sam() -> Config:
-    """ViT-S alone with SAM, two passes per step.
-
-    python train.py bootstrapping_vit_s_sam --loader ffcv --data train.beton \\
-        --val val.beton --out runs/vit_s_sam
-
-    Table 1: 87.77 % on CIFAR-10, 62.60 % on CIFAR-100, by code with padded crops
-    (--crop-scale 1 1 --shift 28 --shift-border black --decay-all). Not run here.
-    """
-    return with_options(bootstrapping_vit_s_scratch(), **SAM)
-
-
-def bootstrapping_vit_b_sam() -> Config:
-    """ViT-B alone with SAM, two passes per step.
-
-    python train.py bootstrapping_vit_b_sam --loader ffcv --data train.beton \\
-        --val val.beton --out runs/vit_b_sam
-
-    Table 1: 86.57 % on CIFAR-10, 58.18 % on CIFAR-100, by code with padded crops (--crop-scale 1 1
-    --shift 28 --shift-border black --decay-all). Table 3, with 5, 10 and 50 % of ImageNet and
-    --crop-pct 0.875: 16.67, 28.66 and 64.37 %. Not run here.
-    """
-    return with_options(bootstrapping_vit_b_scratch(), **SAM)
-
-
-def bootstrapping_vit_s_sparse() -> Config:
-    """ViT-S alone with alpha-entmax in place of softmax, alpha learned from 1.5 on.
-
-    python train.py bootstrapping_vit_s_sparse --loader ffcv --data train.beton \\
-        --val val.beton --out runs/vit_s_sparse
-
-    Each block learns its own alpha, which a sigmoid keeps between 1.02 and 1.98; the published code
-    does not confine it.
-
-    Table 1: 87.43 % on CIFAR-10, 62.29 % on CIFAR-100, by code with padded crops
-    (--crop-scale 1 1 --shift 28 --shift-border black --decay-all). Not run here.
-    """
-    return with_options(bootstrapping_vit_s_scratch(), model="bootstrapping_vit_s_sparse")
-
-
-def bootstrapping_vit_b_sparse() -> Config:
-    """ViT-B alone with alpha-entmax in place of softmax, alpha learned from 1.5 on.
-
-    python train.py bootstrapping_vit_b_sparse --loader ffcv --data train.beton \\
-        --val val.beton --out runs/vit_b_sparse
-
-    Each block learns its own alpha, which a sigmoid keeps between 1.02 and 1.98; the published code
-    does not confine it.
-
-    Table 1: 83.87 % on CIFAR-10, 57.22 % on CIFAR-100, by code with padded crops (--crop-scale 1 1
-    --shift 28 --shift-border black --decay-all). Table 3, with 5, 10 and 50 % of ImageNet and
-    --crop-pct 0.875: 10.39, 28.92 and 66.01 %. The published configuration of that name has the
-    sizes of ViT-S. Not run here.
-    """
-    return with_options(bootstrapping_vit_b_scratch(), model="bootstrapping_vit_b_sparse")
+SPARSE_S, SPARSE_B = (dict(model=f"bootstrapping_vit_{size}_sparse") for size in "sb")
+INIT = dict(init=tyro.MISSING)
+FROM_S, FROM_B = "runs/vit_s_imagenet/last.pt", "deit_small_patch16_224-cd65a155.pth"
+
+RECIPES = {
+    # --align none in the published code of shared training. Agent-S has 74.78 % in Table 5. Rows of
+    # Table 3 are those with --crop-pct 0.875. The paper does not say how ViT-S was trained on
+    # ImageNet, nor that the scheme of fine-tuning is another one. The published configuration of
+    # ViT-B-Sparse has the sizes of ViT-S, and does not confine alpha, which is between 1.02 and
+    # 1.98 here.
+    **table(
+        "Bootstrapping ViTs: ViT-S, ViT-B (DeiT-S), their agent CNNs and baselines, 240 epochs.",
+        BOOTSTRAPPING,
+        "Table 1, CIFAR-10 / CIFAR-100, by code with --crop-scale 1 1 --shift 28 --shift-border "
+        "black --decay-all",
+        bootstrapping_vit_s_scratch=(VIT_S, "87.32 / 61.25 %"),
+        bootstrapping_vit_s_joint=(VIT_S | JOINT, "95.14 / 76.19 %, its agent 94.90 / 74.06 %"),
+        bootstrapping_vit_s_shared=(VIT_S | SHARED, "93.72 / 75.50 %, its agent 93.22 / 74.06 %"),
+        bootstrapping_vit_s_sam=(VIT_S | SAM, "87.77 / 62.60 %"),
+        bootstrapping_vit_s_sparse=(VIT_S | SPARSE_S, "87.43 / 62.29 %"),
+        bootstrapping_vit_s_fine_tune=(VIT_S | INIT, "95.70 / 80.91 %", FROM_S),
+        bootstrapping_vit_b_scratch=(VIT_B, "79.24 / 53.07 %"),
+        bootstrapping_vit_b_joint=(VIT_B | JOINT, "95.00 / 77.83 %, its agent 95.06 / 76.57 %"),
+        bootstrapping_vit_b_shared=(VIT_B | SHARED, "93.34 / 75.71 %, its agent 92.66 / 74.11 %"),
+        bootstrapping_vit_b_sam=(VIT_B | SAM, "86.57 / 58.18 %"),
+        bootstrapping_vit_b_sparse=(VIT_B | SPARSE_B, "83.87 / 57.22 %"),
+        bootstrapping_vit_b_fine_tune=(VIT_B | INIT, "97.17 / 84.95 %", FROM_B),
+        bootstrapping_agent_s=(dict(model="agent_s"), "94.18 / 74.62 %"),
+        bootstrapping_agent_b=(AGENT_B, "94.83 / 74.78 %"),
+        bootstrapping_efficientnet_b2=(dict(model="efficientnet_b2") | CNN, "94.14 / 75.55 %"),
+        bootstrapping_resnet_50=(dict(model="resnet50") | CNN, "94.92 / 77.57 %"),
+    ),
+    **table(
+        "Bootstrapping ViTs: ViT-B and its agent CNN on a part of ImageNet.",
+        BOOTSTRAPPING,
+        "Table 3, 5 / 10 / 50 % of the images",
+        bootstrapping_vit_b_imagenet_joint=(VIT_B | JOINT | FEW_IMAGES, "36.01 / 49.73 / 71.36 %"),
+    ),
+    **table(
+        """Bootstrapping ViTs with the settings of the published code; three differences remain.
+
+LayerNorm of features, max-pool 3, CIFAR-100's mean, weight decay of all parameters. Padded crops
+with a black border: that code shifts CIFAR's images by up to 4 of 32 pixels and enlarges them then;
+here images of 224 pixels are shifted by up to 28, in steps of 1 instead of 7. Its initial weights
+are others: the patch embedding's and the MLPs' biases have a standard deviation of 1, evidently by
+mistake, here timm's. It synchronizes the agent's BatchNorm over two devices in joint training: on
+several give --sync-batchnorm. In shared training gradients of both networks are added.""",
+        BOOTSTRAPPING,
+        "Table 1, CIFAR-10 / CIFAR-100, by this code",
+        bootstrapping_vit_s_joint_published=(PUBLISHED | JOINT, "95.14 / 76.19 %"),
+        bootstrapping_vit_s_shared_published=(PUBLISHED | UNALIGNED, "93.72 / 75.50 %"),
+    ),
+}

@@ -2,9 +2,9 @@
 
 import tyro
 
-from densefeed.recipes.lvvit import STANDARD, TOKEN_LABEL
+from densefeed.recipes.lvvit import STANDARD
+from densefeed.recipes.recipe import table
 from densefeed.system.options import with_options
-from densefeed.training.config import Config
 
 # Tables and sections are those of DHVT's supplementary. It takes mixing, RandAugment, erasing,
 # smoothing and bicubic resizing from DeiT, and its published commands set drop-path 0.1, min_lr
@@ -54,167 +54,53 @@ TRANSFER = with_options(
     warmup_epochs=2,
     epochs=100,
 )
+T, S = dict(model="dhvt_tiny_domain_patch16"), dict(model="dhvt_small_domain_patch16")
+# Trained on ImageNet with a stem of its own.
+T_IMAGENET = dict(model="dhvt_tiny_imagenet_patch16")
+S_IMAGENET = dict(model="dhvt_small_imagenet_patch16")
+FROM_T, FROM_S = (f"runs/dhvt_{size}_imagenet/last.pt" for size in "ts")
 
-
-def dhvt_t_cifar_patch4() -> Config:
-    """DHVT-T on CIFAR-10 or CIFAR-100 at 32 pixels, 8 x 8 tokens, 300 epochs.
-
-    python train.py dhvt_t_cifar_patch4 --loader ffcv --data train.beton --val val.beton \\
-        --out runs/dhvt_t_cifar_patch4
-
-    Table 5: 80.98 % on CIFAR-100 (other tables have 80.85 and 80.90). Not run here.
-    """
-    return with_options(CIFAR, model="dhvt_tiny_cifar_patch4")
-
-
-def dhvt_t_cifar_patch2() -> Config:
-    """DHVT-T on CIFAR-10 or CIFAR-100 at 32 pixels, 16 x 16 tokens, 300 epochs.
-
-    python train.py dhvt_t_cifar_patch2 --loader ffcv --data train.beton --val val.beton \\
-        --out runs/dhvt_t_cifar_patch2
-
-    Table 11 lists this model; no table has its accuracy. Not run here.
-    """
-    return with_options(CIFAR, model="dhvt_tiny_cifar_patch2")
-
-
-def dhvt_s_cifar_patch4() -> Config:
-    """DHVT-S on CIFAR-10 or CIFAR-100 at 32 pixels, 8 x 8 tokens, 300 epochs.
-
-    python train.py dhvt_s_cifar_patch4 --loader ffcv --data train.beton --val val.beton \\
-        --out runs/dhvt_s_cifar_patch4
-
-    Table 4: 82.82 % on CIFAR-100. Not run here.
-    """
-    return with_options(CIFAR, model="dhvt_small_cifar_patch4")
-
-
-def dhvt_s_cifar_patch2() -> Config:
-    """DHVT-S on CIFAR-10 or CIFAR-100 at 32 pixels, 16 x 16 tokens, 300 epochs.
-
-    python train.py dhvt_s_cifar_patch2 --loader ffcv --data train.beton --val val.beton \\
-        --out runs/dhvt_s_cifar_patch2
-
-    Section 2.1: 85.68 % on CIFAR-100, for a model that it does not name; this is the largest model
-    of Table 11 for CIFAR. Not run here.
-    """
-    return with_options(CIFAR, model="dhvt_small_cifar_patch2")
-
-
-def dhvt_t_domain() -> Config:
-    """DHVT-T on one of the six sets of DomainNet at 224 pixels, 300 epochs.
-
-    python train.py dhvt_t_domain --loader ffcv --data train.beton --val val.beton \\
-        --out runs/dhvt_t_domain
-
-    Table 7, clipart, painting, sketch, infograph, real, quickdraw: 71.73 / 63.34 / 66.60 / 32.60 /
-    81.31 / 74.41 %. For its other rows give --model resnet50, resnext50_32x4d or cvt_13, with
-    --drop-path 0 for the first two. Not run here.
-    """
-    return with_options(DOMAIN, model="dhvt_tiny_domain_patch16")
-
-
-def dhvt_s_domain() -> Config:
-    """DHVT-S on one of the six sets of DomainNet at 224 pixels, 300 epochs.
-
-    python train.py dhvt_s_domain --loader ffcv --data train.beton --val val.beton \\
-        --out runs/dhvt_s_domain
-
-    Table 7, clipart, painting, sketch, infograph, real, quickdraw: 73.89 / 66.08 / 68.72 / 35.11 /
-    83.64 / 74.38 %. Not run here.
-    """
-    return with_options(DOMAIN, model="dhvt_small_domain_patch16")
-
-
-def dhvt_t_imagenet() -> Config:
-    """DHVT-T on ImageNet, 300 epochs.
-
-    python train.py dhvt_t_imagenet --loader ffcv --data train.beton --val val.beton \\
-        --out runs/dhvt_t_imagenet
-
-    Table 9: 76.5 %. Not run here.
-    """
-    return with_options(IMAGENET, model="dhvt_tiny_imagenet_patch16")
-
-
-def dhvt_s_imagenet() -> Config:
-    """DHVT-S on ImageNet, 300 epochs.
-
-    python train.py dhvt_s_imagenet --loader ffcv --data train.beton --val val.beton \\
-        --out runs/dhvt_s_imagenet
-
-    Table 9: 82.3 %. Not run here.
-    """
-    return with_options(IMAGENET, model="dhvt_small_imagenet_patch16")
-
-
-def dhvt_t_imagenet_token_label() -> Config:
-    """DHVT-T with a head on every token, token labels and MixToken.
-
-    python train.py dhvt_t_imagenet_token_label --loader ffcv --data train.beton --val val.beton \\
-        --out runs/dhvt_t_imagenet_token_label
-
-    Settings of Token Labeling; no published result. Not run here.
-    """
-    return with_options(TOKEN_LABEL, model="dhvt_tiny_imagenet_patch16", crop_pct=0.875)
-
-
-def dhvt_s_imagenet_token_label() -> Config:
-    """DHVT-S with a head on every token, token labels and MixToken.
-
-    python train.py dhvt_s_imagenet_token_label --loader ffcv --data train.beton --val val.beton \\
-        --out runs/dhvt_s_imagenet_token_label
-
-    Settings of Token Labeling; no published result. Not run here.
-    """
-    return with_options(TOKEN_LABEL, model="dhvt_small_imagenet_patch16", crop_pct=0.875)
-
-
-def dhvt_t_100_epochs() -> Config:
-    """DHVT-T at 224 pixels, 100 epochs, with the schedule of DRLoc.
-
-    python train.py dhvt_t_100_epochs --loader ffcv --data train.beton --val val.beton \\
-        --out runs/dhvt_t_100_epochs
-
-    Table 10, CIFAR-100, clipart, painting, sketch: 74.78 / 58.94 / 52.64 / 56.66 %. Its other rows
-    are the recipes swin_t_drloc, cvt_drloc, t2t_drloc and resnet_50_drloc. Not run here.
-    """
-    return with_options(HUNDRED, model="dhvt_tiny_domain_patch16")
-
-
-def dhvt_s_100_epochs() -> Config:
-    """DHVT-S at 224 pixels, 100 epochs, with the schedule of DRLoc.
-
-    python train.py dhvt_s_100_epochs --loader ffcv --data train.beton --val val.beton \\
-        --out runs/dhvt_s_100_epochs
-
-    Table 10, CIFAR-100, clipart, painting, sketch: 78.64 / 64.75 / 56.42 / 61.35 %. Its other rows
-    are the recipes swin_t_drloc, cvt_drloc, t2t_drloc and resnet_50_drloc. Not run here.
-    """
-    return with_options(HUNDRED, model="dhvt_small_domain_patch16")
-
-
-def dhvt_t_fine_tune() -> Config:
-    """Fine-tune DHVT-T from ImageNet on a small set at 224 pixels, 100 epochs.
-
-    python train.py dhvt_t_fine_tune --loader ffcv --data train.beton --val val.beton \\
-        --out runs/dhvt_t_fine_tune \\
-        --init runs/dhvt_t_imagenet/last.pt
-
-    Table 1, CIFAR-100: 86.73 %. Table 8, clipart, painting, sketch: 77.88 / 72.05 / 70.79 %. Not
-    run here.
-    """
-    return with_options(TRANSFER, model="dhvt_tiny_imagenet_patch16")
-
-
-def dhvt_s_fine_tune() -> Config:
-    """Fine-tune DHVT-S from ImageNet on a small set at 224 pixels, 100 epochs.
-
-    python train.py dhvt_s_fine_tune --loader ffcv --data train.beton --val val.beton \\
-        --out runs/dhvt_s_fine_tune \\
-        --init runs/dhvt_s_imagenet/last.pt
-
-    Table 1, CIFAR-100: 88.87 %. Table 8, clipart, painting, sketch: 80.06 / 74.18 / 73.32 %. Not
-    run here.
-    """
-    return with_options(TRANSFER, model="dhvt_small_imagenet_patch16")
+RECIPES = {
+    # Other tables have 80.85 and 80.90 % for T with patches of 4 pixels. Section 2.1, whose figure
+    # is that of the largest model, does not name it.
+    **table(
+        "DHVT on CIFAR-10 or CIFAR-100 at 32 pixels, patches of 4 or 2 pixels, 300 epochs.",
+        CIFAR,
+        "Tables 4, 5 and 11 and Section 2.1, CIFAR-100",
+        dhvt_t_cifar_patch4=(dict(model="dhvt_tiny_cifar_patch4"), "80.98 %"),
+        dhvt_t_cifar_patch2=(dict(model="dhvt_tiny_cifar_patch2"), "no accuracy"),
+        dhvt_s_cifar_patch4=(dict(model="dhvt_small_cifar_patch4"), "82.82 %"),
+        dhvt_s_cifar_patch2=(dict(model="dhvt_small_cifar_patch2"), "85.68 %"),
+    ),
+    # The other rows of Table 7 are --model resnet50, resnext50_32x4d and cvt_13, with --drop-path 0
+    # for the first two.
+    **table(
+        "DHVT on one of the six sets of DomainNet at 224 pixels, 300 epochs.",
+        DOMAIN,
+        "Table 7, clipart / painting / sketch / infograph / real / quickdraw",
+        dhvt_t_domain=(T, "71.73 / 63.34 / 66.60 / 32.60 / 81.31 / 74.41 %"),
+        dhvt_s_domain=(S, "73.89 / 66.08 / 68.72 / 35.11 / 83.64 / 74.38 %"),
+    ),
+    **table(
+        "DHVT on ImageNet, 300 epochs.",
+        IMAGENET,
+        "Table 9",
+        dhvt_t_imagenet=(T_IMAGENET, "76.5 %"),
+        dhvt_s_imagenet=(S_IMAGENET, "82.3 %"),
+    ),
+    # The other rows of Table 10 are those of drloc.py.
+    **table(
+        "DHVT at 224 pixels, 100 epochs, with the schedule of DRLoc.",
+        HUNDRED,
+        "Table 10, CIFAR-100 / clipart / painting / sketch",
+        dhvt_t_100_epochs=(T, "74.78 / 58.94 / 52.64 / 56.66 %"),
+        dhvt_s_100_epochs=(S, "78.64 / 64.75 / 56.42 / 61.35 %"),
+    ),
+    **table(
+        "Fine-tune DHVT from ImageNet on a small set at 224 pixels, 100 epochs.",
+        TRANSFER,
+        "Tables 1 and 8, CIFAR-100 / clipart / painting / sketch",
+        dhvt_t_fine_tune=(T_IMAGENET, "86.73 / 77.88 / 72.05 / 70.79 %", FROM_T),
+        dhvt_s_fine_tune=(S_IMAGENET, "88.87 / 80.06 / 74.18 / 73.32 %", FROM_S),
+    ),
+}

@@ -117,8 +117,7 @@ class Training(NamedTuple):
     @property
     def config(self) -> Config:
         """The config, without data, output and device."""
-        recipe = next(recipe for recipe in RECIPES if recipe.__name__ == self.recipe)
-        return with_options(recipe(), **self.options)
+        return with_options(RECIPES[self.recipe](), **self.options)
 
     @property
     def words(self) -> list[str]:
@@ -173,7 +172,7 @@ def choose_training(options: AdviceOptions, objective: str) -> Training:
     Its recipe is the first one that has all three, or else the nearest one, with the options that
     differ.
     """
-    configs = {recipe.__name__: recipe() for recipe in RECIPES}
+    configs = {name: recipe() for name, recipe in RECIPES.items()}
 
     def mismatch(name: str) -> int:
         config, method = configs[name], configs[name].objective

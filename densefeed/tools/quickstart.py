@@ -240,9 +240,8 @@ def format_spread(values: list[float]) -> str:
 
 def main(options: Quickstart) -> None:
     """Run the flow of every seed and print the summary."""
-    known = {recipe.__name__ for recipe in RECIPES}
     for name in options.students:
-        if recipe_name(name) not in known:
+        if recipe_name(name) not in RECIPES:
             raise UserError(
                 f"--students {name}: unknown student; choose from {', '.join(STUDENTS)}"
             )

@@ -24,7 +24,7 @@ from densefeed.models.model_spec import build_on_meta
 from densefeed.objectives import build_objective
 from densefeed.pipelines.augment.augmentation import Normalize
 from densefeed.pipelines.batch import to_device
-from densefeed.recipes.micro import lvvit_micro_token_label
+from densefeed.recipes import RECIPES
 from densefeed.system.errors import UserError
 from densefeed.system.options import with_options
 from densefeed.tools.load_model import open_trained
@@ -636,7 +636,7 @@ def make_config(folder, maps, out, **fields):
         device="cpu",
         drop_path=0.0,
     )
-    return with_options(lvvit_micro_token_label(), **(small | fields))
+    return with_options(RECIPES["lvvit_micro_token_label"](), **(small | fields))
 
 
 def first_state(monkeypatch, config: Config):

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from densefeed import recipes
 from densefeed.models.model_spec import POSITIVE, find_forbidden, is_registered
+from densefeed.recipes import RECIPES
 from densefeed.system.options import parse_arguments
 from densefeed.tools.ablations import RUNS
 
@@ -59,7 +59,7 @@ def test_a_name_that_is_no_string_is_forbidden():
     assert find_forbidden({"\x1b[2J": 1}).isprintable()
 
 
-@pytest.mark.parametrize("recipe", recipes.RECIPES, ids=lambda recipe: recipe.__name__)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
 def test_what_recipes_write_is_allowed(recipe):
     assert not find_forbidden(recipe().model.arguments)
 

@@ -88,8 +88,8 @@ class Steps:
     def __init__(self, recipe: str, images: int, **options: object) -> None:
         import torch
 
-        from densefeed import recipes
         from densefeed.objectives import build_objective
+        from densefeed.recipes import RECIPES
         from densefeed.system.devices import choose_device
         from densefeed.system.options import with_options
         from densefeed.training.build import autocast_dtype, build_model
@@ -100,7 +100,7 @@ class Steps:
 
         from ..runs import step_for
 
-        config = next(r for r in recipes.RECIPES if r.__name__ == recipe)()
+        config = RECIPES[recipe]()
         config = with_options(config, **{"batch": images} | options)
         if not config.optim.microbatch:
             config = replace(config, optim=replace(config.optim, microbatch=config.optim.batch))

@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 
-from densefeed import recipes
+from densefeed.recipes import RECIPES
 from densefeed.training.optimizers import FUSED
 
 from . import build
@@ -47,7 +47,6 @@ TRAININGS = {
 # a large model, 5 s.
 SLOW = ("blocks", "graph", "on the device", "never")
 LIMIT, SLOW_LIMIT = 600, 2400
-RECIPES = [recipe.__name__ for recipe in recipes.RECIPES]
 
 
 def mark_slow(names):
@@ -113,8 +112,7 @@ def test_steps_of_all_recipes_neither_wait_nor_allocate(result, recipe, half):
     assert seen["counts"]["launch"] > 0
     # PyTorch's fused optimizers read on the device whether an update is skipped. Others, such as
     # Muon, wait for it once per step.
-    (config,) = (make() for make in recipes.RECIPES if make.__name__ == recipe)
-    fused = config.optim.optimizer in FUSED
+    fused = RECIPES[recipe]().optim.optimizer in FUSED
     waits = [text for text in seen["calls"] if "training/optimizers.py" in text.split(" < ")[0]]
     assert [seen["calls"].pop(text) for text in waits] == [1] * (half == "step" and not fused)
     assert not seen["calls"], write_calls(seen)

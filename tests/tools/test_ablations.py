@@ -34,7 +34,7 @@ def configs():
             )
             patch.setattr(run, "train", lambda config, name=name: configs.setdefault(name, config))
             # Every call makes all recipes that the command line has.
-            patch.setattr(run, "RECIPES", [one for one in RECIPES if one.__name__ == words[0]])
+            patch.setattr(run, "RECIPES", {words[0]: RECIPES[words[0]]})
             run.main()
     return configs
 

@@ -15,7 +15,7 @@ from torchvision.ops import roi_align
 
 import densefeed.train as training
 from densefeed.pipelines.targets import TargetRules, sparse_targets
-from densefeed.recipes import micro
+from densefeed.recipes import RECIPES
 from densefeed.storage.images import Images
 from densefeed.storage.packs import PUBLISHED
 from densefeed.storage.score_maps import ScoreMapStore
@@ -167,7 +167,7 @@ def test_the_published_code_reads_the_targets_of_our_training_from_the_tree(scen
 
 def config(scenes, labels, out, **fields):
     return with_options(
-        micro.lvvit_micro_token_label(),
+        RECIPES["lvvit_micro_token_label"](),
         data=scenes / "scenes",
         val=scenes / "scenes",
         score_maps=labels,

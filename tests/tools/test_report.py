@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.recipes import micro as recipes
+from densefeed.recipes import RECIPES
 from densefeed.storage.geometry import crop_views
 from densefeed.system.errors import UserError, explain_os_error
 from densefeed.system.options import with_options
@@ -52,7 +52,7 @@ def test_a_token_has_an_owner_only_inside_exactly_one_box():
 
 def test_the_token_grid_of_a_run_is_that_of_its_first_epoch():
     config = with_options(
-        recipes.lvvit_micro_token_label(),
+        RECIPES["lvvit_micro_token_label"](),
         data=Path("t.beton"),
         val=Path("v.beton"),
         out=Path("run"),
@@ -86,7 +86,7 @@ def test_runs_are_compared_by_the_options_that_differ(tmp_path):
         folder = tmp_path / name
         folder.mkdir()
         paths = {"data": Path(name), "val": Path(name), "out": folder}
-        config = with_options(recipes.lvvit_micro_ce(), epochs=4, **paths, **more)
+        config = with_options(RECIPES["lvvit_micro_ce"](), epochs=4, **paths, **more)
         (folder / "config.json").write_text(json.dumps(config.to_dict()))
         same = {"kind": "train", "mfu": 0.1, "loss": 1.0}
         lines = [same | {"step": n, "epoch": n / 2, "images_per_s": 10 * n} for n in (1, 2, 3)]
@@ -111,7 +111,7 @@ def test_runs_are_compared_by_the_options_that_differ(tmp_path):
 
 
 def joint_run(name: str, blocks: tuple[int, ...], top1: float, **more) -> RunRecord:
-    config = recipes.bootstrapping_micro_joint()
+    config = RECIPES["bootstrapping_micro_joint"]()
     config = with_options(config, feature_blocks=blocks, **more)
     val = [{"kind": "val", "epoch": 1, "top1": value} for value in (0.1, top1)]
     return RunRecord(name, config, {}, [], val)
@@ -152,7 +152,7 @@ def run_folder(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     paths = {"data": tmp_path / "t.beton", "val": tmp_path / "v.beton", "out": folder}
-    config = with_options(recipes.lvvit_micro_ce(), epochs=4, **paths).to_dict()
+    config = with_options(RECIPES["lvvit_micro_ce"](), epochs=4, **paths).to_dict()
     train = {"kind": "train", "step": 1, "epoch": 0.0, "loss": 0.0, "images_per_s": 5, "mfu": 0.1}
     val = {"kind": "val", "step": 1, "epoch": 1.0, "top1": 0.5, "images": 52, "unreadable": 7}
     result = {"top1": 0.5, "seconds": 3.1, "data_wait_share": 0.25}

@@ -12,7 +12,7 @@ from densefeed.system.options import with_options
 from densefeed.training import ranks
 from densefeed.training.config import Config, check_recipe
 
-NAMED = {recipe.__name__: recipe() for recipe in RECIPES}
+NAMED = {name: recipe() for name, recipe in RECIPES.items()}
 
 
 @pytest.mark.parametrize(

@@ -241,7 +241,7 @@ OPTIONS = {
     "sgd": {"optimizer": "sgd", "on_nonfinite": "skip"},
     "sam": {"sam_rho": 0.1, "on_nonfinite": "skip"},
 }
-LVVIT = recipes.lvvit.lvvit_s_224_token_label
+LVVIT = recipes.RECIPES["lvvit_s_224_token_label"]
 # One recipe of each family; the others are slow.
 FAMILIES = (
     "lvvit_s_224_token_label",
@@ -252,8 +252,8 @@ FAMILIES = (
     "dhvt_t_imagenet",
 )
 RECIPES = [
-    pytest.param(recipe, marks=[] if recipe.__name__ in FAMILIES else pytest.mark.slow)
-    for recipe in recipes.RECIPES
+    pytest.param(name, marks=[] if name in FAMILIES else pytest.mark.slow)
+    for name in recipes.RECIPES
 ]
 # Pooling of score maps, because bfloat16 keeps 8 bits of a logit, and T2T-ViT's performers, whose
 # 16-bit exponentials gave NaN.
@@ -262,7 +262,7 @@ IN_FLOAT32 = {"targets.py", "t2t.py"}
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_step_of_a_recipe_waits_for_nothing_and_multiplies_in_16_bits(recipe):
-    config = recipe()
+    config = recipes.RECIPES[recipe]()
     if config.optim.optimizer not in FUSED:
         # Any other optimizer reads one number in a step, which fake tensors cannot; test_optimizers
         # tests its updates.

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from densefeed import recipes
 from densefeed.pipelines.mixing import Mix
 from densefeed.pipelines.targets import TargetRules, sparse_targets
+from densefeed.recipes import RECIPES
 from densefeed.system.options import with_options
 
 from ..runs import first_batch, model_for
@@ -18,7 +18,7 @@ RULES = TargetRules(smoothing=0.1)
 def three(folder, maps):
     """A config with batches of 3 images, the middle of which is its own partner."""
     return with_options(
-        recipes.micro.lvvit_micro_token_label(),
+        RECIPES["lvvit_micro_token_label"](),
         data=folder,
         val=folder,
         score_maps=maps,

@@ -104,8 +104,8 @@ are others: the patch embedding's and the MLPs' biases have a standard deviation
 mistake, here timm's. It synchronizes the agent's BatchNorm over two devices in joint training: on
 several give --sync-batchnorm. In shared training gradients of both networks are added.""",
         BOOTSTRAPPING,
-        "Table 1, CIFAR-10 / CIFAR-100, by this code",
-        bootstrapping_vit_s_joint_published=(PUBLISHED | JOINT, "95.14 / 76.19 %"),
-        bootstrapping_vit_s_shared_published=(PUBLISHED | UNALIGNED, "93.72 / 75.50 %"),
+        "Table 1 has the results of this code.",
+        bootstrapping_vit_s_joint_published=(PUBLISHED | JOINT,),
+        bootstrapping_vit_s_shared_published=(PUBLISHED | UNALIGNED,),
     ),
 }

@@ -136,7 +136,7 @@ def time_gpu(augmentation: Augmentation, batch: Batch, epoch: int) -> float:
     size = batch.image.shape[1:3]
     choice = augmentation.choose(epoch, batch.index, batch.repeat, *size)
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # Of a single batch: for more, the host may have to pin new memory, which waits for the GPU.
+    # A single batch: for more, the host may have to pin new memory, which waits for the GPU.
     start = time.perf_counter()
     torch.cuda._sleep(BUSY_CYCLES)
     began.record()
@@ -177,7 +177,7 @@ def make_crops(originals: list[Image.Image], plan: EpochPlan) -> np.ndarray:
 def make_batches(crops: torch.Tensor, count: int) -> list[Batch]:
     """Split `crops` into `count` batches, with label and view of each but without score maps."""
     total = len(crops)
-    # The crops are cut already, so the view of each is its whole picture.
+    # The crops are made already, so the view of each is its whole picture.
     ids, view = torch.arange(total), torch.eye(3)[:2].expand(total, 2, 3).to(crops.device)
     rest = torch.zeros(total, 4), ids, torch.zeros_like(ids), torch.ones(total)
     return Batch(crops, ids, view, *rest, None, None, None, None).split(count)

@@ -32,12 +32,12 @@ from densefeed.system.options import Options
 from densefeed.system.provenance import RESULTS, write_json
 
 Key = TypeVar("Key")
-# Of each contestant, one value per round.
+# One value per round, by contestant.
 Series = dict[str, list[float]]
 # Their versions are recorded, of those that are installed.
 PACKAGES = (
     *("torch", "torchvision", "timm", "numpy", "pillow", "h5py"),
-    *("ffcv", "simplejpeg", "spdl-core", "nvidia-dali-cuda130"),
+    *("ffcv", "simplejpeg", "nvidia-dali-cuda130"),
 )
 QUARTILES = ("median", "p25", "p75")
 COLUMNS = (

@@ -70,7 +70,7 @@ BARS = {
     ("dali-cpu+labels", "dali-cpu"): (0.97, 0.99),
     **{
         (OURS, peer): (2.0, 3.0)
-        for peer in ("simplejpeg", "spdl", "torchvision", "torchvision-tensor", "timm")
+        for peer in ("simplejpeg", "torchvision", "torchvision-tensor", "timm")
     },
 }
 # Ratios beside those of OURS to every other loader.

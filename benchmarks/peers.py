@@ -32,7 +32,6 @@ Peers that get the plan's crops:
 - `token-labeling+labels`: the same with its dense targets, built by its collate function on the
   CPU, in the published geometry.
 - `simplejpeg`: libjpeg-turbo through simplejpeg, antialiased resize of the uint8 crop by torch.
-- `spdl`: SPDL's pipeline: FFmpeg decodes, and its filters crop, resize and mirror.
 
 An upper bound that crops nothing:
 
@@ -48,7 +47,6 @@ but `folder-augmented` and `folder-augmented-before` it has no RandAugment.
 """
 
 import importlib
-import io
 import subprocess
 import sys
 import tempfile
@@ -56,7 +54,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Literal, NamedTuple, Protocol
@@ -691,54 +688,6 @@ class FullDecode(SimpleJpeg):
         return self._map(decode, chunks)
 
 
-class Spdl(Peer):
-    """`spdl`: one pipeline per epoch, with one filter graph per image as the graph has the crop."""
-
-    def __init__(self, config: PeerConfig) -> None:
-        from spdl import io as spdl_io  # pyright: ignore[reportMissingImports]
-        from spdl.pipeline import PipelineBuilder  # pyright: ignore[reportMissingImports]
-
-        self._io, self._builder, self._config = spdl_io, PipelineBuilder, config
-
-    def _decode(self, sample: Sample) -> tuple[object, int]:
-        index, box, flip = sample
-        (top, left, height, width), size = box.tolist(), self._config.size
-        # Without exact=1 FFmpeg rounds the crop to whole chroma samples, two pixels in 4:2:0.
-        graph = (
-            f"crop={width}:{height}:{left}:{top}:exact=1,scale={size}:{size}:flags=bilinear,"
-            f"{'hflip,' if flip else ''}format=pix_fmts=rgb24"
-        )
-        packets = self._io.demux_image(self._config.data.paths[index])
-        # Images are delivered in order of completion, so each keeps its id.
-        return self._io.decode_packets(packets, filter_desc=graph), index
-
-    def _collate(self, samples: list[tuple[object, int]]) -> PeerBatch:
-        frames, ids = zip(*samples, strict=True)
-        image = self._io.to_torch(self._io.convert_frames(list(frames)))
-        label = torch.from_numpy(self._config.data.labels[list(ids)])
-        return PeerBatch(len(ids), image, label, None)
-
-    def batches(self, epoch: int) -> PeerBatches:
-        _, threads, batch, _ = self._config
-        builder = self._builder().add_source(chain(*draw_samples(self._config, epoch)))
-        builder = builder.pipe(self._decode, concurrency=threads).aggregate(batch)
-        pipeline = builder.pipe(self._collate).add_sink(AHEAD).build(num_threads=threads)
-        with pipeline.auto_stop():
-            yield from pipeline
-
-
-def probe_spdl() -> None:
-    """Decode a JPEG to load SPDL's native part.
-
-    It loads on the first call, and only with the FFmpeg libraries that it was built for.
-    """
-    from spdl import io as spdl_io  # pyright: ignore[reportMissingImports]
-
-    buffer = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(buffer, "JPEG")
-    spdl_io.demux_image(buffer.getvalue())
-
-
 # ------------------------------------------------------------------------- all peers
 
 
@@ -763,10 +712,6 @@ def our_entries(kind: str, *needs: object) -> dict[str, Entry]:
 DALI = "nvidia.dali", "pip install nvidia-dali-cuda130, or -cuda120"
 SIMPLEJPEG = "simplejpeg", "pip install simplejpeg"
 NVIDIA = "nvidia.dali.plugin.pytorch", DALI[1]
-SPDL = (
-    "spdl.io",
-    "pip install spdl-io spdl-core, and FFmpeg's libraries with libavdevice (libavdevice59)",
-)
 DALI_AND_FFCV = partial(
     ConcurrentPeers, partial(OurLoader, "dali-gpu", True), partial(OurLoader, "ffcv", True)
 )
@@ -790,7 +735,6 @@ PEERS = {
     "token-labeling": Entry(partial(TokenLabeling, False), maps=True),
     "token-labeling+labels": Entry(partial(TokenLabeling, True), maps=True),
     "simplejpeg": Entry(SimpleJpeg, *SIMPLEJPEG),
-    "spdl": Entry(Spdl, *SPDL, probe_spdl),
     "turbojpeg-full": Entry(FullDecode, *SIMPLEJPEG),
 }
 

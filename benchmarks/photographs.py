@@ -37,7 +37,7 @@ LONG, SHORT = 500, 375
 QUALITY = 90
 # Area of a crop, relative to the largest one of its shape.
 SHARE = (0.05, 0.3)
-# Of a score map, as published: NFNet-F6 at 576 pixels has a cell every 32 pixels.
+# As in published score maps: NFNet-F6 at 576 pixels has a cell every 32 pixels.
 MAP_SIDE, TOP_K = 18, 5
 # Classes in an image's map.
 DISTINCT = 24

@@ -55,9 +55,9 @@ from densefeed.system.devices import choose_device
 from densefeed.system.errors import UserError
 
 OURS, PEER, TEACHER = "pass", "stand-in", "teacher"
-# Of the ratio of OURS to PEER: required and goal.
+# Required ratio of OURS to PEER, and the goal.
 BAR, AIM = 2.0, 4.0
-# Of the published teacher.
+# The published teacher.
 CONFIG = {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD, "interpolation": "bicubic"}
 
 

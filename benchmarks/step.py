@@ -1,4 +1,4 @@
-"""Measure whole training steps, ours and timm's, and a lower bound of their time on this device.
+"""Measure whole training steps, ours and timm's.
 
     python -m benchmarks.step --model lvvit_s --batch 8 --objective token-label --json step.json
     python -m benchmarks.step --model deit_small_patch16_224 --batch 256 --device cuda
@@ -38,8 +38,7 @@ Modes other than `eager` compile what the respective train.py compiles: ours the
 (`compiled`), the step from image to loss (`whole`), or that as CUDA graphs (`captured`); timm's the
 network, in `captured` with PyTorch's CUDA graphs too.
 
-The floor is the least possible time of a step: its matrix products at the highest rate measured
-here, or its bytes at the highest copy rate, whichever takes longer. A ratio is a / b in images per
+A ratio is a / b in images per
 second of the same round, so larger is better. Rows are appended to --results.
 """
 
@@ -51,7 +50,7 @@ from dataclasses import dataclass, replace
 from itertools import count, islice, repeat
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -81,10 +80,8 @@ from benchmarks.harness import (
 )
 from benchmarks.photographs import sample_beton
 from benchmarks.targets import TargetBenchmark, check_token_head, make_step
-from densefeed.models.agent_cnn import AgentCNN
 from densefeed.objectives import build_objective
 from densefeed.objectives.base import get_networks
-from densefeed.objectives.drloc import PAIRS_PER_IMAGE
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
@@ -94,7 +91,7 @@ from densefeed.system.errors import UserError
 from densefeed.system.malloc import set_malloc, tune_malloc
 from densefeed.system.options import Bounds, with_options
 from densefeed.system.progress import steps_bar
-from densefeed.training.build import autocast_dtype, build_model, flops_per_shape
+from densefeed.training.build import autocast_dtype, build_model
 from densefeed.training.captured_update import choose_update
 from densefeed.training.compile import compile_step
 from densefeed.training.config import Config
@@ -102,13 +99,7 @@ from densefeed.training.monitor import TrainMonitor
 from densefeed.training.onednn_linear import use_onednn
 from densefeed.training.ranks import Ranks
 from densefeed.training.setup import build_trainable, open_loader
-from densefeed.training.speed import (
-    ActivationBytes,
-    RunClock,
-    best_rate,
-    matmul_rate,
-    training_flops,
-)
+from densefeed.training.speed import RunClock
 from densefeed.training.student import build_student
 
 OURS, TIMM, LABELS, DRLOC, LOADER = "ours", "timm", "ours+labels", "ours+drloc", "+loader"
@@ -134,9 +125,6 @@ EQUAL = {None: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 SCALES = 16
 # Learning rate, without warm-up, for the same images in every step.
 RATE = 1e-4
-# Bytes of the copy whose rate is measured: more than caches hold.
-COPIED = {"cpu": 2**28, "cuda": 2**30}
-
 Mode = Literal["eager", "compiled", "whole", "captured"]
 # Values of train.py's --compile.
 COMPILED = {"eager": "never", "compiled": "blocks", "whole": "whole", "captured": "graph"}
@@ -181,13 +169,6 @@ class StepBenchmark(Output):
     threads: Count = CORES  # of torch on a CPU, each on its own core, and of the loader
 
 
-class Floor(NamedTuple):
-    """Least work of a network's step."""
-
-    flops_per_image: float  # forward and backward
-    bytes_per_step: float  # read and written, if no cache holds anything between two uses
-
-
 class Contest:
     """The contestants, and results that precede the measurement or are collected by it.
 
@@ -195,13 +176,12 @@ class Contest:
         works: the turn of each contestant in each mode.
         losses: of its last step.
         waits: the share of each of its turns spent waiting for data.
-        floors: by contestant, without the loader.
         equality: how far our losses and timm's differ, in each mode.
     """
 
     def __init__(self, steps: int, device: torch.device) -> None:
         self.steps, self.device = steps, device
-        self.works, self.losses, self.waits, self.floors, self.equality = {}, {}, {}, {}, []
+        self.works, self.losses, self.waits, self.equality = {}, {}, {}, []
 
     def add(self, key: Key, step: Train, batches: Batches) -> None:
         """Add a contestant, whose turn is a few steps on the first batches of an epoch.
@@ -273,17 +253,12 @@ def main(benchmark: StepBenchmark) -> dict:
             raise UserError(
                 f"--batch {benchmark.batch}: out of memory on {device}; give a smaller batch"
             ) from error
-        # Measured on the same cores as the steps.
-        ceiling = {
-            "matmul_flops_per_s": matmul_rate(device, dtype),
-            "copy_bytes_per_s": copy_rate(device),
-        }
         rates = contest.measure(benchmark.rounds)
     data = (
         f"{benchmark.model}, {benchmark.batch} images of {benchmark.size} px, {classes} classes, "
         f"{str(dtype).removeprefix('torch.')}; {device_name(device)}"
     )
-    document = summarize(contest, rates, ceiling, benchmark)
+    document = summarize(contest, rates, benchmark)
     document |= {"data": data, "environment": facts}
     show(document)
     common = {"data": data, "threads": benchmark.threads, "runs": benchmark.rounds}
@@ -291,10 +266,8 @@ def main(benchmark: StepBenchmark) -> dict:
     return document
 
 
-def summarize(
-    contest: Contest, rates: Rates, ceiling: dict[str, float], benchmark: StepBenchmark
-) -> dict:
-    """Return rates, ratios, equality and floor of a contest."""
+def summarize(contest: Contest, rates: Rates, benchmark: StepBenchmark) -> dict:
+    """Return rates, ratios and equality of a contest."""
     return {
         "rows": [
             {"name": name, "mode": mode, "images_per_s": spread(values), "runs": len(values)}
@@ -302,8 +275,6 @@ def summarize(
         ],
         "ratios": ratios(rates),
         "equality": contest.equality,
-        "floor": ceiling
-        | {"rows": list(floor_rows(contest.floors, ceiling, rates, benchmark.batch))},
         # The first turn is the warm-up.
         "data_wait_share": [
             {"name": name, "mode": mode, **spread(shares[-benchmark.rounds :])}
@@ -385,11 +356,6 @@ def build_contest(
     """Build every contestant in every mode; first steps show whether ours and timm's agree."""
     contest, ours = Contest(benchmark.steps, device), build_ours(benchmark, classes, device)
     batch, constant = constant_batch(benchmark, classes, device)
-    for name, trainable in ours.items():
-        step = OurStep(make_config(benchmark, name), trainable, constant, device)
-        contest.floors[name] = measure_floor(step, batch, classes)
-    # timm's step trains the same network.
-    contest.floors[TIMM] = contest.floors[OURS]
 
     def batches(_: int, through: Through) -> Iterator[Batch]:
         return through(repeat(batch))
@@ -580,43 +546,6 @@ def first_losses(step: Train, batch: Batch) -> tuple[float, float]:
 # ------------------------------------------------------------------------- measuring
 
 
-def copy_rate(device: torch.device) -> float:
-    """Return the highest copy rate in the device's memory: bytes read and written per second."""
-    one = torch.zeros(COPIED[device.type], dtype=torch.uint8, device=device)
-    other = torch.ones_like(one)
-    return best_rate(lambda: other.copy_(one), 2 * one.nbytes, device)
-
-
-def measure_floor(step: OurStep, batch: Batch, classes: int) -> Floor:
-    """Return the least work of a step; an eager forward pass measures the saved activations.
-
-    The forward and backward passes read the weights, and gradients are written. The update reads
-    both and two moments, and writes weights and moments. EMA weights are read and written. The sum
-    is 12 times the weights' bytes. Saved activations are written and read once. SGD has one moment.
-    SAM has the passes twice, and between them it copies, moves and restores the weights.
-    """
-    trainable, config = step.student.trainable, step.config
-    size, (compute,) = config.data.size, step.losses(batch, 0)
-    sam, sgd = config.optim.sam_rho > 0, config.optim.optimizer == "sgd"
-    with ActivationBytes(trainable) as saved:
-        compute()
-    if isinstance(trainable, AgentCNN):
-        # The config describes the model, not its agent. On the meta device nothing is computed.
-        flops = training_flops(deepcopy(trainable).to("meta"), size)
-    else:
-        with torch.device("meta"):
-            _, spec = build_model(config.model, config.data, step.step.objective, classes)
-        flops = (1 + sam) * flops_per_shape(spec, step.step.objective, classes)[size, size]
-    # The weights of each DRLoc head multiply every pair of an image: forward, and twice as much
-    # backward.
-    heads = getattr(trainable, "localizer", nn.Identity()).modules()
-    matrices = sum(layer.weight.numel() for layer in heads if isinstance(layer, nn.Linear))
-    flops += 3 * 2 * PAIRS_PER_IMAGE * matrices
-    weights = sum(p.nbytes for p in trainable.parameters())
-    moves = 12 - 2 * sgd + 10 * sam
-    return Floor(flops, moves * weights + 2 * (1 + sam) * saved.bytes)
-
-
 def own_memory(key: Key, device: torch.device) -> None:
     """On a CPU, set how the C library treats freed memory to what that train.py has."""
     if device.type != "cpu":
@@ -625,27 +554,6 @@ def own_memory(key: Key, device: torch.device) -> None:
         set_malloc(**LEFT_ALONE)
     else:
         tune_malloc()
-
-
-def floor_rows(
-    floors: dict[str, Floor], ceilings: dict[str, float], rates: Rates, images: int
-) -> Iterator[dict]:
-    """Yield each contestant's least step time, its two bounds and its share of measured time."""
-    for (name, mode), values in rates.items():
-        floor = floors[name.removesuffix(LOADER)]
-        compute = floor.flops_per_image * images / ceilings["matmul_flops_per_s"]
-        traffic = floor.bytes_per_step / ceilings["copy_bytes_per_s"]
-        took, least = images / spread(values)["median"], max(compute, traffic)
-        yield {
-            "name": name,
-            "mode": mode,
-            **floor._asdict(),
-            "compute_s": compute,
-            "traffic_s": traffic,
-            "least_s": least,
-            "step_s": took,
-            "share": least / took,
-        }
 
 
 def ratios(rates: Rates) -> list[dict]:
@@ -672,7 +580,7 @@ def ratios(rates: Rates) -> list[dict]:
 
 
 def show(document: dict) -> None:
-    """Print the document: three tables, and lines below them."""
+    """Print the document: two tables, and lines below them."""
     print(document["data"])
     rows = [
         (row["name"], row["mode"], *format_spread(row["images_per_s"], ",.1f"))
@@ -687,7 +595,6 @@ def show(document: dict) -> None:
             f"{row['mode']}: losses before and after the first update {ours}, timm's {theirs}: "
             f"relative difference {row['rel_error']:.1e} (at most {row['bar']:g})"
         )
-    show_floor(document["floor"])
     for row in document["data_wait_share"]:
         print(
             f"{row['name']}, {row['mode']}: {100 * row['median']:.1f} % of the time spent waiting "
@@ -713,29 +620,10 @@ def show_ratios(ratios: list[dict]) -> None:
             )
 
 
-def show_floor(floor: dict) -> None:
-    """Print the table of the least times."""
-    rows = []
-    for row in floor["rows"]:
-        work = f"{row['flops_per_image'] / 1e9:,.3f}", f"{row['bytes_per_step'] / 1e6:,.1f}"
-        names = "compute_s", "traffic_s", "least_s", "step_s"
-        times = [f"{1e3 * row[name]:,.2f} ms" for name in names]
-        rows.append((row["name"], row["mode"], *work, *times, f"{100 * row['share']:.1f} %"))
-    title = (
-        f"Least time of a step at the measured {floor['matmul_flops_per_s'] / 1e12:,.3g} "
-        f"TFLOP/s of products and {floor['copy_bytes_per_s'] / 1e9:,.3g} GB/s of copies"
-    )
-    work, times = ("GFLOP/image", "MB/step"), ("products", "bytes", "least", "took", "share")
-    print_table(title, ("step", "mode", *work, *times), rows, texts=2)
-
-
 def csv_rows(document: dict) -> list[dict]:
-    """Return CSV rows: one per contestant, ratio, share of the floor and share of waiting."""
+    """Return CSV rows: one per contestant, ratio and share of waiting."""
     rows = [row | row["images_per_s"] | {"unit": "images/s"} for row in document["rows"]]
     rows += ratio_rows(document["ratios"])
-    for row in document["floor"]["rows"]:
-        name = f"least time of {row['name']}"
-        rows.append(row | {"name": name, "median": row["share"], "unit": "ratio"})
     for row in document["data_wait_share"]:
         rows.append(row | {"name": f"{row['name']} waits for data", "unit": "ratio"})
     return [row | {"name": f"{row['name']}, {row['mode']}"} for row in rows]

@@ -59,7 +59,7 @@ PEER = "torch.load"
 ROWS_PER_FILE = 32
 # Times the speed of torch.load: required and goal.
 BAR, AIM = 100, 170
-# Of a compact map, where a published .pt file has 8,069.
+# Largest bytes of a compact map, and the goal: a published .pt file has 8,069.
 MOST_BYTES, AIM_BYTES = 8069 / 2, 8069 / 2.8
 
 

@@ -137,7 +137,7 @@ def audit(
         count: images that are shown to the reference.
         every_row: read all rows even of a store of more than 100,000.
 
-    Raises UserError if the file is no store at all, or if an image that is needed cannot be read.
+    Raises UserError if the file is not a store, or if an image that is needed cannot be read.
     """
     # ScoreMapStore refuses an unfinished file, so this check reads the file itself, before it.
     missing = check_finished(path)
@@ -357,7 +357,7 @@ def scan_probabilities(
     mean_NK = mean_over_cells(named, other, maps.cls, K)
     scan.top[at], scan.top_p[at] = mean_NK.argmax(1), mean_NK.max(1)
     label = store.labels[scan.ids[at]]
-    # A label may be no class of the teacher; its probability is 0.
+    # A label need not be a class of the teacher; its probability is 0 then.
     label_p = mean_NK[np.arange(len(at)), np.minimum(label, K - 1)]
     scan.label_p[at] = np.where(label < K, label_p, 0)
     entropy_NSS = -_plogp(named).sum(-1) - (K - header.top_k) * _plogp(other)

@@ -182,8 +182,8 @@ def choose_classes(asked: Sequence[str], trained: Trained) -> list[int]:
         n = place.get(name, int(name) if name.isdecimal() and len(name) < 8 else count)
         if n >= count:
             raise UserError(
-                f"--classes {name} is no class of {trained.path}; give a name, or a number from 0 "
-                f"to {count - 1:,}"
+                f"--classes {name} is not a class of {trained.path}; give a name, or a number from "
+                f"0 to {count - 1:,}"
             )
         found.append(n)
     return found

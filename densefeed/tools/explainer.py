@@ -91,7 +91,7 @@ class Explainer:
             features = (
                 self.refused.attempt("features", lambda: block_features(model, image_NCHW)) or {}
             )
-        # Of a model without attention only a forward pass knows the number.
+        # Without attention only a forward pass shows the number of blocks.
         if features and not captured:
             self._check_chosen(len(features), "blocks")
         target_NJ = self._choose_classes(logits_NL)

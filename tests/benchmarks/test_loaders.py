@@ -210,19 +210,15 @@ def test_two_threads_or_processes_deliver_each_image_once(name, data):
     check_delivered(name, deliver_twice(name, data, 2), data)
 
 
-@pytest.mark.parametrize(
-    ("name", "tolerance"), [("token-labeling", 0.6), ("simplejpeg", 0.6), ("spdl", 6.0)]
-)
-def test_peers_cut_the_given_crop(name, tolerance, data):
-    """Images are matched by the nearest one, since SPDL delivers in order of completion; its filter
-    differs from Pillow's.
-    """
+@pytest.mark.parametrize("name", ["token-labeling", "simplejpeg"])
+def test_peers_cut_the_given_crop(name, data):
+    """Images are matched by the nearest one."""
     ours = torch.cat([batch.image for batch in deliver_twice("folder", data, 1)[1]]).float()
     peer = torch.cat([batch.image for batch in deliver_twice(name, data, 1)[1]])
     peer = (peer if peer.shape[-1] == 3 else peer.permute(0, 2, 3, 1)).float()
     far = (ours[:, None] - peer[None]).abs().mean((2, 3, 4))
     assert sorted(far.argmin(1).tolist()) == list(range(IMAGES))
-    assert far.amin(1).max() < tolerance
+    assert far.amin(1).max() < 0.6
 
 
 @pytest.mark.parametrize(
@@ -523,15 +519,15 @@ def test_invalid_options_raise(cache):
 
 def test_missing_peer_is_skipped_unless_named(monkeypatch, capsys):
     gone = PEERS["simplejpeg"]._replace(package="no_such_package")
-    broken = PEERS["spdl"]._replace(package="json", probe=lambda: json.loads("{"))
-    monkeypatch.setattr(peers, "PEERS", PEERS | {"simplejpeg": gone, "spdl": broken})
+    broken = PEERS["torchvision-tensor"]._replace(package="json", probe=lambda: json.loads("{"))
+    monkeypatch.setattr(peers, "PEERS", PEERS | {"simplejpeg": gone, "torchvision-tensor": broken})
     monkeypatch.setattr(loaders, "PEERS", peers.PEERS)
     names = choose_loaders("")
-    assert not {"simplejpeg", "spdl"} & set(names)
+    assert not {"simplejpeg", "torchvision-tensor"} & set(names)
     assert {"ffcv+labels", "torchvision"} <= set(names)
     printed = capsys.readouterr().out
     assert "simplejpeg: skipped, no_such_package is not installed; pip install" in printed
-    assert "spdl: skipped, json cannot load (Expecting" in printed
+    assert "torchvision-tensor: skipped, json cannot load (Expecting" in printed
     with pytest.raises(
         UserError,
         match=r"--loaders simplejpeg: no_such_package is not installed; pip install simplejpeg",

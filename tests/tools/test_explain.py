@@ -224,7 +224,7 @@ def test_token_labels_are_those_of_the_loader(options, folder, maps):
         ({"out": Path("page.txt")}, "--out page.txt must end in .html"),
         ({"images": (Path("nowhere.jpg"),)}, "nowhere.jpg is neither an image nor a folder"),
         ({"images": ()}, "names no image"),
-        ({"classes": ("bird",)}, "--classes bird is no class of"),
+        ({"classes": ("bird",)}, "--classes bird is not a class of"),
         ({"classes": ("6",)}, "a number from 0 to 5"),
         ({"layers": (4,)}, "LVViT has layers 1 to 3"),
         ({"maps": Path("maps.h5"), "images": (Path("val.jpg"),)}, "--images"),

@@ -79,7 +79,8 @@ from benchmarks.harness import (
     use_cores,
 )
 from benchmarks.photographs import sample_beton
-from benchmarks.targets import TargetBenchmark, check_token_head, make_step
+from benchmarks.targets import TargetBenchmark, make_step
+from densefeed.models.token_transformer import FAMILIES, has_tokens
 from densefeed.objectives import build_objective
 from densefeed.objectives.base import get_networks
 from densefeed.pipelines.batch import Batch
@@ -292,7 +293,12 @@ def check(benchmark: StepBenchmark) -> None:
     if benchmark.data is not None and benchmark.loader != "ffcv":
         raise UserError("--data needs --loader ffcv, which reads that .beton")
     if benchmark.objective == "token-label":
-        check_token_head(benchmark.model, ", or --objective ce")
+        if not has_tokens(benchmark.model):
+            known = ", ".join(f"{family}_*" for family in FAMILIES)
+            raise UserError(
+                f"--model {benchmark.model} has no token head; choose one of {known}, or "
+                "--objective ce"
+            )
         if benchmark.classes > 2**16:
             raise UserError(
                 f"--classes {benchmark.classes}: a score map can hold at most 65,536 classes"

@@ -2,7 +2,6 @@
 
     python -m benchmarks.targets --batch 128 --classes 1000 --grid 14 --device cpu --json out.json
     python -m benchmarks.targets --compare head --batch 64 --classes 21841 --rounds 3
-    python -m benchmarks.targets --compare step --model lvvit_s --device cuda
 
 `sparse` is ours: `sparse_targets` for class token and tokens, their losses, backward. `dense` is
 the published recipe with corrected boxes: each image's map scattered in a loop, torchvision's
@@ -12,10 +11,6 @@ same maps, crops and logits, and end with the logits' gradient.
 `--compare head` starts one layer earlier, with tokens of --width features and the head's weights.
 `fused` is our loss fused with the head's matrix product; `whole` is the product followed by the
 sparse loss, with its logits [N * T, K] in memory.
-
-`--compare step` measures a whole step of --model (forward, backward, AdamW; bfloat16 autocast on a
-GPU): `labels` with dense labels for class token and tokens, `none` the same network with the
-image's label for all of them.
 
 A ratio is ours / the other, so smaller is better. Time: the median of the ratios within a round.
 Memory: the peak of PyTorch's allocations from the first to the last operation, without the inputs
@@ -33,10 +28,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
-import timm
 import torch
 from timm.loss import SoftTargetCrossEntropy
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.harness import (
@@ -57,7 +51,6 @@ from benchmarks.harness import (
 )
 from benchmarks.peers import SMOOTHING, pool_maps
 from densefeed.models import checkpoints  # noqa: F401  (registers our models with timm)
-from densefeed.models.token_transformer import FAMILIES, TokenLogits, has_tokens
 from densefeed.objectives.losses import class_token_loss, fused_token_loss, token_loss
 from densefeed.pipelines.batch import Batch, ScoreMapSpec
 from densefeed.pipelines.plan import EpochPlan
@@ -78,7 +71,6 @@ BARS = {
     ("dense", "memory", "cuda"): (1 / 10, 1 / 20),
     ("head", "memory", "cpu"): (1 / 4, 1 / 20),
     ("head", "memory", "cuda"): (1 / 4, 1 / 20),
-    ("step", "time", "cuda"): (1.03, 1.01),
 }
 # Pixels of the uncropped images. They are primes: half of a width of 500 would span 9 of 18 cells
 # up to rounding, and RoIAlign, which takes ceil(9) samples, might take 10. Then no two dense
@@ -98,11 +90,9 @@ class TargetBenchmark(Output):
     batch: Count = 128  # N, images
     classes: Count = 1000  # K, number of classes
     grid: Count = 14  # P, tokens along a side
-    # dense: sparse and dense targets; head: a fused head and one with logits in memory;
-    # step: training steps with and without dense labels
-    compare: Literal["dense", "head", "step"] = "dense"
+    # dense: sparse and dense targets; head: a fused head and one with logits in memory
+    compare: Literal["dense", "head"] = "dense"
     width: Count = 384  # D, features of a token, for --compare head
-    model: str = "lvvit_s"  # timm name of the network, for --compare step
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if available, else cpu
     side: Count = 18  # S, cells along a side of a map
     top_k: Count = 5  # k, classes stored per cell
@@ -121,15 +111,6 @@ class LossStep(NamedTuple):
     tokens: Tensor  # [N, T, K], logits of the tokens
 
 
-class TrainStep(NamedTuple):
-    """A network, its optimizer and a batch."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    tokens: Tensor  # [N, 3, H, W], the network's input
-    inputs: LossStep  # of the loss, without logits
-
-
 class HeadStep(NamedTuple):
     """Inputs of the head and its loss: tokens, the head's weights, targets."""
 
@@ -139,7 +120,7 @@ class HeadStep(NamedTuple):
     targets: SparseTargets
 
 
-AnyStep = LossStep | TrainStep | HeadStep
+AnyStep = LossStep | HeadStep
 Loss = Callable[[AnyStep], Tensor]
 
 
@@ -150,7 +131,7 @@ def main(benchmark: TargetBenchmark) -> dict:
     make, losses, errors = CONTESTS[benchmark.compare]
     step = make(benchmark, device)
     rates, megabytes = measure(losses, step, benchmark)
-    loss_error, grad_error = errors(step) if errors else (None, None)
+    loss_error, grad_error = errors(step)
     a, b = losses
     ratios = [
         # Times are the inverse of rates.
@@ -178,13 +159,6 @@ def check(benchmark: TargetBenchmark) -> None:
             "and a map can hold at most 65,536 classes"
         )
     check_threads(benchmark.threads)
-
-
-def check_token_head(model: str, otherwise: str = "") -> None:
-    """Raise UserError for a model without a token head; `otherwise` is another remedy."""
-    if not has_tokens(model):
-        known = ", ".join(f"{family}_*" for family in FAMILIES)
-        raise UserError(f"--model {model} has no token head; choose one of {known}{otherwise}")
 
 
 def make_step(benchmark: TargetBenchmark, device: torch.device, logits: bool = True) -> LossStep:
@@ -246,21 +220,6 @@ def make_head_step(benchmark: TargetBenchmark, device: torch.device) -> HeadStep
     return HeadStep(*leaves, sparse_targets(step.batch, step.spec, benchmark.grid, rules))
 
 
-def make_train_step(benchmark: TargetBenchmark, device: torch.device) -> TrainStep:
-    """Build a new network, with noise as its input; the grid is the network's own."""
-    check_token_head(benchmark.model)
-    model = timm.create_model(
-        benchmark.model, num_classes=benchmark.classes, drop_path_rate=0.1, token_head=True
-    )
-    model = model.to(device, memory_format=torch.channels_last).train()
-    step = make_step(benchmark, device, logits=False)
-    side = model.grid_size * model.patch_size
-    image = torch.randn(benchmark.batch, 3, side, side, device=device)
-    image = image.contiguous(memory_format=torch.channels_last)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    return TrainStep(model, optimizer, image, step._replace(grid=model.grid_size))
-
-
 # ------------------------------------------------------------------------- the contestants
 
 soft_cross_entropy = SoftTargetCrossEntropy()
@@ -310,32 +269,6 @@ def whole_loss(step: HeadStep) -> Tensor:
     return token_loss(F.linear(step.tokens, step.weight, step.bias), step.targets)
 
 
-def predict(step: TrainStep) -> TokenLogits:
-    """Run the network, in bfloat16 on a GPU as train.py does."""
-    with torch.autocast(step.tokens.device.type, torch.bfloat16, enabled=step.tokens.is_cuda):
-        return step.model(step.tokens)
-
-
-def labeled_loss(step: TrainStep) -> Tensor:
-    """Compute TokenLabeling's loss (equation 7 of its paper) from dense labels."""
-    cls, tokens = predict(step)
-    return sparse_loss(step.inputs._replace(cls=cls, tokens=tokens))
-
-
-def unlabeled_loss(step: TrainStep) -> Tensor:
-    """Compute the loss from the image's label for the class token and for every token.
-
-    The published code does this where there are no maps.
-    """
-    cls, tokens = predict(step)
-    label = step.inputs.batch.label
-    every = label.repeat_interleave(tokens.shape[1])
-    whole = F.cross_entropy(cls.float(), label, label_smoothing=SMOOTHING)
-    return whole + TOKEN_WEIGHT * F.cross_entropy(
-        tokens.flatten(0, 1).float(), every, label_smoothing=SMOOTHING
-    )
-
-
 # ------------------------------------------------------------------------- measuring
 
 
@@ -362,8 +295,6 @@ def measure(
 
 def get_leaves(step: AnyStep) -> list[Tensor]:
     """Return the tensors that receive a gradient."""
-    if isinstance(step, TrainStep):
-        return list(step.model.parameters())
     return [part for part in step if isinstance(part, Tensor) and part.requires_grad]
 
 
@@ -374,10 +305,8 @@ def drop_gradients(step: AnyStep) -> None:
 
 
 def backward_sync(loss: Loss, step: AnyStep) -> int:
-    """Compute a loss and its gradient, update a network, and wait; return the number of images."""
+    """Compute a loss and its gradient, and wait; return the number of images."""
     loss(step).backward()
-    if isinstance(step, TrainStep):
-        step.optimizer.step()
     synchronize(step.tokens.device)
     return len(step.tokens)
 
@@ -461,7 +390,6 @@ def head_errors(step: HeadStep) -> tuple[float, float]:
 CONTESTS = {
     "dense": (make_step, {"sparse": sparse_loss, "dense": dense_loss}, loss_errors),
     "head": (make_head_step, {"fused": fused_loss, "whole": whole_loss}, head_errors),
-    "step": (make_train_step, {"labels": labeled_loss, "none": unlabeled_loss}, None),
 }
 
 
@@ -473,8 +401,8 @@ def describe(benchmark: TargetBenchmark, device: torch.device) -> str:
     images = f"{benchmark.batch} images, {benchmark.classes} classes, grid {benchmark.grid}"
     cells = f"{benchmark.side} x {benchmark.side} cells"
     maps = f"maps of {cells} of {benchmark.top_k} of {benchmark.palette} classes"
-    extra = {"head": f", tokens of {benchmark.width}", "step": f", {benchmark.model}"}
-    return f"{images}, {maps}{extra.get(benchmark.compare, '')}; {device_name(device)}"
+    extra = f", tokens of {benchmark.width}" if benchmark.compare == "head" else ""
+    return f"{images}, {maps}{extra}; {device_name(device)}"
 
 
 def show(document: dict, rows: list[dict], compare: str, device: torch.device) -> None:
@@ -484,11 +412,10 @@ def show(document: dict, rows: list[dict], compare: str, device: torch.device) -
         if bar := BARS.get((compare, ratio["what"], device.type)):
             required, goal = map(format_ratio, bar)
             print(f"{ratio['what']}, required ratio (goal): {required} ({goal})")
-    if document["loss_rel_error"] is not None:
-        print(
-            f"error against float64: loss {document['loss_rel_error']:.1e} relative "
-            f"(at most 2e-06), gradient {document['grad_abs_error']:.1e} absolute (at most 1e-07)"
-        )
+    print(
+        f"error against float64: loss {document['loss_rel_error']:.1e} relative "
+        f"(at most 2e-06), gradient {document['grad_abs_error']:.1e} absolute (at most 1e-07)"
+    )
 
 
 def format_ratio(ratio: float) -> str:

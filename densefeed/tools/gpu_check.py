@@ -70,13 +70,6 @@ STAGES = (
         (Goal("step ours+labels, compiled", 8000), Goal("step ours+labels / ours, compiled", 0.97)),
     ),
     Stage(
-        "labels",
-        90,
-        "benchmarks.targets --compare step --model lvvit_s --batch 256",
-        "--model lvvit_micro --batch 4 --classes 10 --grid 8 --palette 8 --rounds 1",
-        (Goal("targets labels / none, time", 1.03, more=False),),
-    ),
-    Stage(
         "augmentation",
         60,
         "benchmarks.augment --batch 256",

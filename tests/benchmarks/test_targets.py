@@ -93,20 +93,6 @@ def test_compare_head(tmp_path, capsys, monkeypatch):
     assert "tokens of 8; CPU" in capsys.readouterr().out
 
 
-def test_compare_step(tmp_path, capsys):
-    document = main(small(compare="step", model="lvvit_micro", json=tmp_path / "out.json"))
-    assert [(ratio["a"], ratio["b"], ratio["what"]) for ratio in document["ratios"]] == [
-        ("labels", "none", "time"),
-        ("labels", "none", "memory"),
-    ]
-    assert document["loss_rel_error"] is None
-    assert "lvvit_micro; CPU" in capsys.readouterr().out
-    with pytest.raises(
-        UserError, match=r"--model resnet18 has no token head; choose one of lvvit_\*, "
-    ):
-        main(small(compare="step", model="resnet18"))
-
-
 def test_peak_memory_excludes_the_final_gradients():
     """Three buffers of known size are allocated, two of them alive at once, and gradients."""
     step = make_step(small(), CPU)

@@ -50,6 +50,7 @@ from benchmarks.harness import (
 from benchmarks.peers import PEERS, BenchmarkSet, FullDecode, Peer, PeerConfig, explain_missing
 from benchmarks.photographs import beton_dataset, sample_dataset
 from densefeed import native
+from densefeed.pipelines.batch import allocate_maps
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.loader import Memory
 from densefeed.storage.beton import Beton
@@ -326,7 +327,8 @@ def time_stages(config: PeerConfig, epoch: int) -> dict[str, float]:
         samples["box_tlhw"], samples["flip"] = plan.crops(epoch, ids, *sides)
         parts, spec = None, source.score_maps
         if spec:
-            parts = source.map_rows(ids, memory).parts._replace(limits=spec.limits)
+            to = [field.numpy() for field in allocate_maps(len(ids), spec, memory.empty)]
+            parts = source.map_parts(ids)._replace(to=to, limits=spec.limits)
         job = native.Job(samples, pixels, parts)
         taken["plan"] += time.perf_counter() - start
         job.decode()

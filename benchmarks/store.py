@@ -39,6 +39,7 @@ from benchmarks.harness import (
     use_cores,
 )
 from densefeed.native import read_maps
+from densefeed.pipelines.batch import allocate_maps
 from densefeed.pipelines.folder import locate_rows
 from densefeed.pipelines.loader import Memory
 from densefeed.relabel.scoring import top_maps_sync
@@ -192,9 +193,11 @@ def measure(folder: Path, stores: dict[str, ScoreMapStore], benchmark: StoreBenc
     def read_batches(form: str, number: int) -> int:
         ids = draw_ids(number, ROWS_PER_FILE)
         for first in range(0, len(ids), batch):
-            rows = locate_rows(stores[form], ids[first : first + batch], memory)
+            part, store = ids[first : first + batch], stores[form]
+            fields = allocate_maps(len(part), store.header, memory.empty)
+            parts = locate_rows(store, part)._replace(to=[field.numpy() for field in fields])
             # A status other than 0 is a read that failed or a row that does not match its CRC.
-            assert not read_maps(rows.parts).any()
+            assert not read_maps(parts).any()
         return len(ids)
 
     def copy_rows(number: int) -> int:

@@ -30,14 +30,11 @@ from ctypes import (
     string_at,
 )
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from densefeed.system.errors import UserError, check_byte_order
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 LIBRARY = Path(__file__).with_name("libdensefeed.so")
 # Status of a sample.
@@ -283,49 +280,19 @@ class Parts(NamedTuple):
 
     file: np.ndarray  # int32 [N, P], descriptors
     offset: np.ndarray  # int64 [N, P]
-    to: Sequence[np.ndarray]  # P arrays [N, ...], C-contiguous; a range is as long as a row
+    # P arrays [N, ...], C-contiguous; a range is as long as a row. Empty until there is memory.
+    to: Sequence[np.ndarray]
     # uint32 [N], zlib's CRC-32 over the ranges of a sample in order; None: not verified
     crc: np.ndarray | None
     packed: Packed | None = None
     limits: Limits | None = None
 
-    def of(self, row: int) -> "Parts":
-        """Select the parts of one sample, with the same destination."""
-        here = slice(row, row + 1)
-        packed = self.packed and self.packed._replace(palette=self.packed.palette[here])
-        crc = None if self.crc is None else self.crc[here]
-        to = [to[here] for to in self.to]
-        return Parts(self.file[here], self.offset[here], to, crc, packed, self.limits)
-
-
-class Rows:
-    """Samples of several jobs and the places of their score maps, whose addresses are read once.
-
-    The arguments are those of Job and Parts, for all samples.
-    """
-
-    def __init__(
-        self,
-        samples: np.ndarray,
-        file: np.ndarray | None = None,
-        offset: np.ndarray | None = None,
-        crc: np.ndarray | None = None,
-    ) -> None:
-        assert samples.dtype == SAMPLE
-        self.samples, self.parts = samples, 0 if file is None else file.shape[1]
-        columns = {"samples": samples, "part_file": file, "part_offset": offset, "part_crc": crc}
-        self._columns = {name: array for name, array in columns.items() if array is not None}
-        for array, dtype in ((file, np.int32), (offset, np.int64), (crc, np.uint32)):
-            assert array is None or (array.dtype == dtype and len(array) == len(samples))
-        assert all(array.flags.c_contiguous for array in self._columns.values())
-        self._places = [
-            (name, array.ctypes.data, array.strides[0]) for name, array in self._columns.items()
-        ]
-
-    def place(self, batch: "_Batch", first: int) -> None:
-        """Let the arrays of a batch begin at row `first`."""
-        for name, address, step in self._places:
-            setattr(batch, name, address + first * step)
+    def of(self, rows: slice) -> "Parts":
+        """Select the parts of some samples, with the same destination."""
+        packed = self.packed and self.packed._replace(palette=self.packed.palette[rows])
+        crc = None if self.crc is None else self.crc[rows]
+        to = [to[rows] for to in self.to]
+        return Parts(self.file[rows], self.offset[rows], to, crc, packed, self.limits)
 
 
 class Job:
@@ -368,45 +335,6 @@ class Job:
         if parts is not None:
             self._set_parts(parts)
 
-    @classmethod
-    def of_rows(
-        cls,
-        rows: "Rows",
-        first: int,
-        image: "Tensor",
-        to: "Sequence[Tensor]" = (),
-        limits: Limits | None = None,
-    ) -> "Job":
-        """Return a job of consecutive `rows` from `first` on, for tensors in place of arrays.
-
-        `image` is uint8 `[N, height, width, 3]`; `to` has the fields of Parts, if the rows have
-        maps. All are contiguous and on the CPU.
-        """
-        job = cls.__new__(cls)
-        count, height, width, _ = image.shape
-        # The library reads and writes where these say.
-        assert 0 <= first <= len(rows.samples) - count
-        assert image.dtype.itemsize == 1
-        assert min(height, width) > 0
-        # Not len(), which PyTorch defines in Python.
-        assert all(part.is_contiguous() and part.shape[0] == count for part in (image, *to))
-        assert not to or len(to) == rows.parts
-        job.samples, job.pixels = rows.samples[first : first + count], image
-        job._keep = [rows, to]
-        job.batch = batch = _Batch(0, count, height, width, image.data_ptr())
-        rows.place(batch, first)
-        if to:
-            # Arrays of ctypes, which take a third of numpy's time.
-            places = (c_int64 * (2 * len(to)))(
-                *(part.nbytes // count for part in to), *(part.data_ptr() for part in to)
-            )
-            job._keep.append(places)
-            batch.parts, batch.part_bytes = len(to), addressof(places)
-            batch.part_to = batch.part_bytes + sizeof(places) // 2
-            if limits is not None:
-                job._set_limits(limits, to[2].numel() // count, to[0].shape[-1])
-        return job
-
     @property
     def failed(self) -> int:
         """Number of samples whose status is not OK, once the job is finished."""
@@ -440,14 +368,12 @@ class Job:
         if parts.packed is not None:
             self._set_packing(parts, cells, top_k)
         if parts.limits is not None:
-            self._set_limits(parts.limits, cells, top_k)
-
-    def _set_limits(self, limits: Limits, cells: int, top_k: int) -> None:
-        # A class has 16 bits.
-        own = _Limits(cells, top_k, min(limits.classes, 65536), limits.palette)
-        # `addressof` keeps nothing alive.
-        self._keep.append(own)
-        self.batch.limits = addressof(own)
+            classes, palette = parts.limits
+            # A class has 16 bits.
+            limits = _Limits(cells, top_k, min(classes, 65536), palette)
+            # `addressof` keeps nothing alive.
+            self._keep.append(limits)
+            self.batch.limits = addressof(limits)
 
     def _set_packing(self, parts: Parts, cells: int, top_k: int) -> None:
         palette, levels = parts.packed

@@ -70,6 +70,12 @@ class Batch(NamedTuple):
         """Apply `work` to every tensor."""
         return self._replace(**{name: work(part) for name, part in self.tensors.items()})
 
+    def add_maps(self, maps: ScoreMaps) -> "Batch":
+        """Set the map fields."""
+        return self._replace(
+            map_logit=maps.logit, map_class=maps.cls, map_lse=maps.lse, window=maps.window
+        )
+
     def to(self, device: torch.device | str) -> "Batch":
         """Copy the batch to `device`; from pinned memory to a GPU without waiting."""
         # Copied to the host without waiting, it could be read before the copy has ended.

@@ -33,7 +33,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
@@ -41,18 +41,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
 
 from densefeed import native
-from densefeed.pipelines.loader import (
-    CPU,
-    Decoding,
-    Encoded,
-    MapRows,
-    Planned,
-    Source,
-    ThreadedLoader,
-)
+from densefeed.pipelines.loader import CPU, Decoding, Source, ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.shapes import Shape
 from densefeed.storage import indexed_jpeg
@@ -511,7 +502,8 @@ class _Engine:
         # The check covers all of a JPEG, so the damage may lie outside the crop: our own decoder
         # decides whether the crop can be used, as in the other loaders, and checks the map too.
         for row in np.flatnonzero(~good):
-            self._decode(work, row[None], work.parts and work.parts.of(row))
+            here = slice(row, row + 1)
+            self._decode(work, row[None], work.parts and work.parts.of(here))
 
     def _wait_native(self, job: native.Job) -> None:
         """Wait until the native threads finish a job, and collect DALI's runs meanwhile.
@@ -724,16 +716,20 @@ class DaliLoader(ThreadedLoader):
         super().close()
 
     def _begin(
-        self, encoded: Encoded, ids: np.ndarray, shape: Shape, maps: MapRows | None
+        self,
+        ids: np.ndarray,
+        samples: np.ndarray,
+        shape: Shape,
+        parts: native.Parts | None,
+        keep: object,
     ) -> _Work:
-        samples, parts = encoded.samples, maps and maps.parts
         # DALI gets no raw images and no planes, so they need no room.
         lengths = np.where(samples["kind"] == native.JPEG, samples["length"], 0)
         room = np.empty(int(lengths.sum()), np.uint8)
         cuts = np.zeros(len(ids), native.CUT)
         cuts["bytes"] = room.ctypes.data + np.cumsum(lengths) - lengths
         cuts["sound"] = self._engine.sound[ids]
-        job = native.Job(samples, cuts, parts, [encoded.keep, room])
+        job = native.Job(samples, cuts, parts, [keep, room])
         image = None
         if self._device.type == "cpu":
             image = self._memory.empty((len(ids), *shape, 3), torch.uint8)
@@ -741,17 +737,6 @@ class DaliLoader(ThreadedLoader):
         self._pool.submit(job)
         self._engine.works.put(work)
         return work
-
-    def _begin_planned(
-        self, planned: Planned, shape: Shape, maps: Sequence[Tensor], limits: native.Limits | None
-    ) -> _Work:
-        ids, rows = planned.fields.index.numpy(), None
-        if maps:
-            part = slice(planned.first, planned.first + planned.count)
-            file, offset, crc = (x if x is None else x[part] for x in planned.maps)
-            to = [field.numpy() for field in maps]
-            rows = MapRows(native.Parts(file, offset, to, crc, limits=limits), tuple(maps))
-        return self._begin(Encoded(planned.samples, {}), ids, shape, rows)
 
     def _has_failed(self, decoding: _Work) -> bool:
         # The engine decodes again what failed natively.

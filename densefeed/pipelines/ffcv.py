@@ -6,9 +6,9 @@ import numpy as np
 from PIL import Image
 
 from densefeed import native
-from densefeed.pipelines.batch import ScoreMapSpec, allocate_maps
+from densefeed.pipelines.batch import ScoreMapSpec
 from densefeed.pipelines.folder import StoreMaps, score_map_spec
-from densefeed.pipelines.loader import Encoded, Fetch, Located, MapPlaces, MapRows, Memory
+from densefeed.pipelines.loader import Encoded
 from densefeed.storage.beton import MAP_FIELDS, Beton, name_classes
 from densefeed.storage.images import decode
 from densefeed.storage.score_maps import ScoreMapStore
@@ -25,6 +25,8 @@ class FfcvSource(StoreMaps):
     """
 
     remedy = "copy the file again, or pack it again"
+    # The native threads read the file.
+    locates = True
 
     def __init__(self, path: str | Path, maps: str | Path | None = None) -> None:
         self._beton = self._open(path)
@@ -82,22 +84,14 @@ class FfcvSource(StoreMaps):
     def read_ahead(self, first: int, end: int) -> None:
         self._beton.read_ahead(first, end)
 
-    def locate(self, ids: np.ndarray) -> Located:
-        maps = self.score_maps and self._store is None
-        return Located(self._locate_images(ids), self._locate_maps(ids) if maps else None)
-
-    def begin(self, ids: np.ndarray) -> Fetch:
-        # The native threads read the file, so there is nothing to wait for here.
-        return Fetch(lambda: Encoded(self._locate_images(ids), {}), lambda: None)
-
-    def _locate_images(self, ids: np.ndarray) -> np.ndarray:
+    def begin(self, ids: np.ndarray) -> Encoded:
         beton = self._beton
         samples = np.zeros(len(ids), native.SAMPLE)
         samples["file"] = beton.open_files(ids)
         samples["offset"], samples["length"] = beton.images.offset[ids], beton.images.size[ids]
         samples["kind"] = beton.modes[ids]
         samples["height"], samples["width"] = beton.heights[ids], beton.widths[ids]
-        return samples
+        return Encoded(samples)
 
     def image(self, index: int) -> Image.Image:
         encoded, mode = self._beton.image(index)
@@ -117,7 +111,9 @@ class FfcvSource(StoreMaps):
         jpegs = self._beton.modes == native.JPEG
         return int(1.5 * (self._beton.heights * self._beton.widths.astype(np.int64))[jpegs].sum())
 
-    def _locate_maps(self, ids: np.ndarray) -> MapPlaces:
+    def map_parts(self, ids: np.ndarray) -> native.Parts:
+        if self._store is not None:
+            return super().map_parts(ids)
         files, offsets = np.empty((len(ids), 4), np.int32), np.empty((len(ids), 4), np.int64)
         # The field `map` is the logits, then the classes. The checksum covers these four arrays in
         # this order.
@@ -125,17 +121,8 @@ class FfcvSource(StoreMaps):
             file, offsets[:, column] = self._beton.array_offsets(name, ids)
         entries = self.score_maps.side**2 * self.score_maps.top_k
         files[:], offsets[:, 1] = file[:, None], offsets[:, 0] + 2 * entries
-        return MapPlaces(
-            files, offsets, None if self._beton.crcs is None else self._beton.crcs[ids]
-        )
-
-    def map_rows(self, ids: np.ndarray, memory: Memory) -> MapRows:
-        if self._store is not None:
-            return super().map_rows(ids, memory)
-        file, offset, crc = self._locate_maps(ids)
-        fields = allocate_maps(len(ids), self.score_maps, memory.empty)
-        to = [field.numpy() for field in fields]
-        return MapRows(native.Parts(file, offset, to, crc), fields)
+        crcs = self._beton.crcs
+        return native.Parts(files, offsets, (), None if crcs is None else crcs[ids])
 
     def check_map(self, index: int) -> None:
         if self._store is not None:

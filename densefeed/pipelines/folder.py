@@ -5,14 +5,16 @@ The images are files in class folders, or lie in tar or Parquet shards.
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
 
 from densefeed import native
 from densefeed.pipelines.batch import ScoreMapSpec, allocate_maps
-from densefeed.pipelines.loader import Encoded, Fetch, MapRows, Memory
+from densefeed.pipelines.loader import Encoded, Source
 from densefeed.storage.images import Images, decode
 from densefeed.storage.score_maps import ScoreMaps, ScoreMapStore
 from densefeed.system.errors import UserError, explain_os_error
@@ -26,31 +28,28 @@ HEADS = 2**12, 2**16
 # Files of a task that reads sizes.
 SIZED = 1024
 
-# In place of a file that cannot be read: the decoder refuses an empty JPEG.
-MISSING = np.empty(0, np.uint8)
 
-
-class StoreMaps:
+class StoreMaps(Source):
     """Base of sources whose score maps lie in an HDF5 store beside the images: `_store`.
 
-    A source of maps that lie elsewhere overrides `map_rows` and `check_map`.
+    A source of maps that lie elsewhere overrides `map_parts` and `check_map`.
     """
 
     _store: ScoreMapStore | None = None
-    score_maps: ScoreMapSpec | None = None
 
-    def map_rows(self, ids: np.ndarray, memory: Memory) -> MapRows:
-        return locate_rows(self._store, ids, memory)
+    def map_parts(self, ids: np.ndarray) -> native.Parts:
+        return locate_rows(self._store, ids)
 
     def maps(self, ids: np.ndarray) -> ScoreMaps:
+        fields = allocate_maps(len(ids), self.score_maps, torch.empty)
+        maps = ScoreMaps(*(field.numpy() for field in fields))
         # The native library takes 3 microseconds for a compact row, numpy 17.
-        rows = self.map_rows(ids, Memory())
-        parts = rows.parts._replace(limits=self.score_maps.limits)
+        parts = self.map_parts(ids)._replace(to=maps, limits=self.score_maps.limits)
         for index in ids[native.read_maps(parts) != native.OK].tolist():
             # Raises the reason. A map that failed once and now reads well has none to give.
             self.check_map(index)
             raise UserError(f"the map of {self.where(index)} cannot be read; copy the file again")
-        return ScoreMaps(*(field.numpy() for field in rows.fields))
+        return maps
 
     def check_map(self, index: int) -> None:
         store, row = self._store, np.array([index])
@@ -87,22 +86,13 @@ class FolderSource(StoreMaps):
             self.score_maps = score_map_spec(self._store, len(self.class_names))
         self._readers = ThreadPoolExecutor(threads, thread_name_prefix="read")
 
-    def read_ahead(self, first: int, end: int) -> None:
-        """Do nothing: the files of neighboring samples need not be contiguous on disk."""
-
-    def begin(self, ids: np.ndarray) -> Fetch:
-        encoded = Encoded(np.zeros(len(ids), native.SAMPLE), {}, [None] * len(ids))
-        chunks = [
+    def begin(self, ids: np.ndarray) -> Encoded:
+        encoded = Encoded.in_memory(len(ids))
+        encoded.tasks = [
             self._readers.submit(self._read, encoded, ids, range(at, min(at + CHUNK, len(ids))))
             for at in range(0, len(ids), CHUNK)
         ]
-
-        def wait() -> Encoded:
-            for chunk in chunks:
-                chunk.result()
-            return encoded
-
-        return Fetch(wait, lambda: [chunk.cancel() for chunk in chunks])
+        return encoded
 
     def _read(self, encoded: Encoded, ids: np.ndarray, rows: range) -> None:
         """Read the files of these rows into `encoded`, or the reason why one cannot be read."""
@@ -115,23 +105,18 @@ class FolderSource(StoreMaps):
                     encoded.errors[row] = encoded.errors[row - 1]
                 continue
             before = index
-            # `content` is the file, or the pixels of a file that Pillow decoded.
-            content, kind, extent = MISSING, native.JPEG, (1, 1)
-            try:
-                file = self._images.read(index)
-                try:
-                    extent, content = native.probe(file), np.frombuffer(file, np.uint8)
-                except native.JpegError:
-                    # Pillow decodes it, or raises UserError with the reason.
-                    content, kind = np.asarray(decode(file, self.where(index))), native.RAW
-                    extent = content.shape[:2]
-            except UserError as error:
-                encoded.errors[row] = str(error)
-            except OSError as error:
-                encoded.errors[row] = explain_os_error(error)
-            encoded.keep[row], sample = content, encoded.samples[row]
-            sample["bytes"], sample["length"] = content.ctypes.data, content.nbytes
-            sample["kind"], (sample["height"], sample["width"]) = kind, extent
+            encoded.fill(row, partial(self._read_one, index))
+
+    def _read_one(self, index: int) -> tuple[np.ndarray, int, tuple[int, int]]:
+        """Read a file, or its pixels if Pillow must decode it; return its kind and extent too."""
+        file = self._images.read(index)
+        try:
+            extent = native.probe(file)
+            return np.frombuffer(file, np.uint8), native.JPEG, extent
+        except native.JpegError:
+            # Pillow decodes it, or raises UserError with the reason.
+            pixels = np.asarray(decode(file, self.where(index)))
+            return pixels, native.RAW, pixels.shape[:2]
 
     def extents(self) -> tuple[np.ndarray, np.ndarray]:
         """Read the sizes of all images, see `Source`. UserError for a file that cannot be read."""
@@ -177,13 +162,11 @@ class FolderSource(StoreMaps):
         super().close()
 
 
-def locate_rows(store: ScoreMapStore, ids: np.ndarray, memory: Memory) -> MapRows:
+def locate_rows(store: ScoreMapStore, ids: np.ndarray) -> native.Parts:
     """Locate the score maps of the samples `ids` in an HDF5 store, for the native threads."""
-    fields = allocate_maps(len(ids), store.header, memory.empty)
     files, offsets = store.places(ids)
     packed = native.Packed(store.palette[ids], store.packed.levels) if store.packed else None
-    to = [field.numpy() for field in fields]
-    return MapRows(native.Parts(files, offsets, to, store.crcs[ids], packed), fields)
+    return native.Parts(files, offsets, (), store.crcs[ids], packed)
 
 
 def score_map_spec(store: ScoreMapStore, num_classes: int) -> ScoreMapSpec:

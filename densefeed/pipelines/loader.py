@@ -10,9 +10,9 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import chain, count, repeat
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import chain, repeat
 from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -21,10 +21,10 @@ from PIL import Image
 from torch import Tensor
 
 from densefeed import native
-from densefeed.pipelines.batch import Batch, ScoreMapSpec, allocate_maps
+from densefeed.pipelines.batch import Batch, ScoreMapSpec, allocate_maps, crop_batch
 from densefeed.pipelines.plan import EpochPlan, RankRows
 from densefeed.pipelines.shapes import Shape
-from densefeed.storage.geometry import crop_views, visible_boxes
+from densefeed.storage.parquet_files import Blocks
 from densefeed.storage.score_maps import ScoreMaps
 from densefeed.system.errors import UserError, explain_os_error
 from densefeed.system.terminal import print
@@ -32,15 +32,17 @@ from densefeed.system.terminal import print
 CPU = torch.device("cpu")
 # Batches in flight while the step works: being decoded, or waiting for the consumer.
 AHEAD = 3
-# Samples whose crops are planned at once. Decoding and steps displace numpy's code from the caches,
-# and loading it again takes longer than the computation. Beside decoding on the same core, the
-# loader's Python takes 0.38 to 0.41 ms for a batch of 64; with 512 samples at once it takes 0.46 to
-# 0.47 (EPYC, Zen 4).
+# Samples whose crops are planned at once, where their sizes need no reading, and whose random
+# numbers are drawn at once. Decoding and steps displace numpy's code from the caches, and loading
+# it again takes longer than the computation.
 PLANNED = 2048
+# In place of an image that cannot be read: the decoder refuses an empty JPEG.
+MISSING = np.empty(0, np.uint8)
 
 
-class Encoded(NamedTuple):
-    """The location of the encoded images of a batch, N samples.
+@dataclass(eq=False)
+class Encoded:
+    """The location of N encoded images, perhaps while they are being read.
 
     A source starts from `np.zeros(N, native.SAMPLE)` and fills these fields, the loader the others:
 
@@ -51,147 +53,142 @@ class Encoded(NamedTuple):
     - In a file: `bytes` 0, `file`, a descriptor that stays open until `Source.close`, and `offset`
       and `length` in bytes.
 
-    A sample in `errors` needs values that the decoder refuses, for example an empty JPEG of
+    A sample in `errors` needs values that the decoder refuses, for example MISSING as a JPEG of
     1 x 1 pixels; its error is then reported in place of the decoder's.
     """
 
     samples: np.ndarray  # native.SAMPLE [N]
-    errors: dict[int, str]  # row -> reason why its image cannot be read
+    errors: dict[int, str] = field(default_factory=dict)  # row -> why its image cannot be read
     keep: object = None  # owner of the memory behind `bytes`; it lives until the batch is decoded
+    # What fetches the samples; all fields are valid once these are done. They are cancelled if the
+    # samples are no longer needed, unless they are `shared` with other batches.
+    tasks: Sequence[Future] = ()
+    shared: bool = False
     # For images that were flipped and augmented as a whole: turns Views and maps of a batch of
     # their crops into those of the stored images.
     follow: Callable[[Batch], Batch] | None = None
 
+    @classmethod
+    def in_memory(cls, count: int) -> "Encoded":
+        """Return room for the images that `fill` puts into memory."""
+        return cls(np.zeros(count, native.SAMPLE), keep=[MISSING] * count)
 
-class Fetch(NamedTuple):
-    """Samples that are being fetched.
+    def fill(self, row: int, read: Callable[[], tuple[np.ndarray, int, tuple[int, int]]]) -> None:
+        """Store what `read` returns: bytes, kind, height and width. An error is that of the row."""
+        content, kind, extent = MISSING, native.JPEG, (1, 1)
+        try:
+            content, kind, extent = read()
+        except UserError as error:
+            self.errors[row] = str(error)
+        except OSError as error:
+            self.errors[row] = explain_os_error(error)
+        self.keep[row], sample = content, self.samples[row]
+        sample["bytes"], sample["length"] = content.ctypes.data, content.nbytes
+        sample["kind"], (sample["height"], sample["width"]) = kind, extent
 
-    `wait` blocks until they are there. `cancel` drops the reads that have not started; without it,
-    a process that ends would first finish all requested reads.
-    """
+    def wait(self) -> "Encoded":
+        """Wait until the samples are fetched."""
+        for task in self.tasks:
+            task.result()
+        return self
 
-    wait: Callable[[], Encoded]
-    cancel: Callable[[], object]
-
-
-class MapPlaces(NamedTuple):
-    """Where the score maps of N samples lie, as in native.Parts."""
-
-    file: np.ndarray  # int32 [N, parts]
-    offset: np.ndarray  # int64 [N, parts]
-    crc: np.ndarray | None  # uint32 [N]
-
-
-class Located(NamedTuple):
-    """Where samples of several batches lie."""
-
-    samples: np.ndarray  # as in Encoded
-    maps: MapPlaces | None
-
-
-class MapRows(NamedTuple):
-    """The location of the score maps of a batch, and the tensors that they are copied to."""
-
-    # Runs of bytes to copy, in the order of `fields`; `to` is the numpy view of each field.
-    parts: native.Parts
-    fields: tuple[Tensor, Tensor, Tensor, Tensor]  # logit, class, lse, window, as in Batch
+    def cancel(self) -> None:
+        """Drop the reads that have not started: a process that ends would first finish them."""
+        for task in () if self.shared else self.tasks:
+            task.cancel()
 
 
-class Source(Protocol):
+class Source:
     """Images, labels and score maps of a dataset: the interface between storage and the loaders.
 
-    Implement it to train from a new storage format; `ThreadedLoader(source, plan, threads)` and
-    `DaliLoader` accept any object with these members, no base class is needed. FolderSource reads
-    one file per sample into memory on threads of its own, FfcvSource locates samples in a large
-    file.
+    Derive from it to train from a new storage format. Required are the first four attributes below,
+    `where`, `begin` and `image`; with `score_maps` also `map_parts`, `maps` and `check_map`.
+    FolderSource reads one file per sample into memory on threads of its own, FfcvSource locates
+    samples in a large file.
 
     Samples are numbered from 0 to `len(labels)` - 1 in storage order, and the numbering must not
-    change between runs. The plan of the loader has that `num_samples`. `ids` are int64 `[N]`, in
-    any order, and may repeat.
+    change between runs. `ids` are int64 `[N]`, in any order, and may repeat.
 
-    For every batch the loader calls `read_ahead` (order `blocks` only), `begin`, `Fetch.wait` and,
-    if there are maps, `map_rows`, all from the thread that iterates over the batches. `begin` is
-    called one batch before its `wait`, and several batches are in flight, so it must not block and
-    must not reuse the memory of an earlier batch. The bytes are then read, decoded and checked by
-    native threads. `image` and `check_map` are called for samples that failed there. Where whole
-    images are augmented before the crop, `image` takes the place of `begin`.
-
-    A source that knows where its samples lie without reading them may have `locate(ids)`, which
-    returns Located: the same samples as `Encoded`, and the places of the maps, if they are stored
-    as in Batch; then `map_rows` is not called. So the crops of several batches are planned, and
-    their samples located, at once: beside a training, whose data fill the caches, a call of numpy
-    takes several times as long. `begin` is called for such a source only if it has `follow`.
-
-    A source that is slow to read in random order may have `blocks()`: the Blocks of the order in
-    which training must read it, or None (storage/parquet_files.py).
-
-    A source may have `follow(plan, epoch, step, index)` too: it is called before every batch with
-    the samples of all batches of this rank in the epoch, `[batches, local batch]`, so that those of
-    later ones can be fetched early (remote.py).
+    The loader calls `read_ahead`, `follow`, `begin` and `map_parts` from the thread that iterates
+    over the batches. Native threads then read, decode and check the bytes. `image` and `check_map`
+    are called for samples that failed there.
 
     Raise UserError, a sentence with the cause and the remedy, for a sample that cannot be read; the
-    loader adds the sample's number and applies `on_bad_sample`. An error from `begin`, `wait` or
-    `map_rows` ends the run.
+    loader adds the sample's number and applies `on_bad_sample`. An error from `begin`, its tasks or
+    `map_parts` ends the run.
     """
 
     labels: np.ndarray  # int64 [num_samples], class ids
     fingerprint: str  # identifies the set of images: equal for equal sets; checkpoints compare it
     class_names: list[str]  # one for each class id
-    score_maps: ScoreMapSpec | None  # shape and meaning of the score maps; None without maps
     remedy: str  # what to do about an image that cannot be decoded, ends the error message
+    score_maps: ScoreMapSpec | None = None  # shape and meaning of the score maps; None without maps
+    # Whether `begin` only looks samples up. It is then called for many batches at once, and their
+    # crops are planned at once.
+    locates: bool = False
 
     def where(self, index: int) -> str:
         """Name sample `index` in an error message: its path, or file and number in the file."""
+        raise NotImplementedError
+
+    def blocks(self) -> Blocks | None:
+        """Return the order in which training must read a source that is slow in random order."""
+
+    def extents(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return heights and widths of all stored images, pixels, integers `[num_samples]`.
+
+        Called before the first batch, and only with `--aspects`, which is refused where this is
+        None. All ranks and resumed runs must get the same sizes; a damaged image has any positive
+        one.
+        """
 
     def read_ahead(self, first: int, end: int) -> None:
         """Prefetch samples `first` to `end` - 1, which will be needed within a window of the plan.
 
         Have the operating system read them if they are contiguous (posix_fadvise), without
-        waiting; do nothing if they are not.
+        waiting. Called with order `blocks` only.
         """
 
-    def begin(self, ids: np.ndarray) -> Fetch:
-        """Start to fetch the samples `ids`, without waiting; see Fetch and Encoded.
+    def follow(self, plan: EpochPlan, epoch: int, step: int, index: np.ndarray) -> None:
+        """Prepare for `begin` of step `step`, and of later ones, which may be fetched early.
 
-        A sample that cannot be fetched becomes an entry of `Encoded.errors`.
+        `index` is the samples of all batches of this rank in the epoch, `[batches, local batch]`.
         """
+
+    def begin(self, ids: np.ndarray) -> Encoded:
+        """Start to fetch the samples `ids`, without waiting.
+
+        Several batches are in flight, so it must not reuse the memory of an earlier one. A sample
+        that cannot be fetched becomes an entry of `Encoded.errors`.
+        """
+        raise NotImplementedError
 
     def image(self, index: int) -> Image.Image:
         """Decode all of sample `index` with Pillow, RGB.
 
         For images that the native decoder does not support, and for those that are augmented before
-        the crop; then it is called by several threads at once. Its size must be that of `samples`.
-        Raises UserError if it cannot be decoded.
+        the crop, in place of `begin`; then it is called by several threads at once. Its size must
+        be that of `samples`. Raises UserError if it cannot be decoded.
         """
+        raise NotImplementedError
 
-    def map_rows(self, ids: np.ndarray, memory: "Memory") -> MapRows:
-        """Locate the score maps of the samples `ids`; called only if `score_maps` is not None.
+    def map_parts(self, ids: np.ndarray) -> native.Parts:
+        """Locate the score maps of the samples `ids`, without the memory that they are copied to.
 
-        Allocate the tensors from `memory` with the shapes and dtypes of Batch (`allocate_maps` in
-        batch.py). native.Parts names the bytes of each of them by file descriptor and offset, and
-        optionally a checksum; the native threads copy them beside the images, and refuse values
-        that `score_maps` does not allow.
+        The parts are the map fields of Batch in their order, or packed rows. Native threads copy
+        them beside the images, and refuse values that `score_maps` does not allow.
         """
+        raise NotImplementedError
 
     def maps(self, ids: np.ndarray) -> ScoreMaps:
         """Read the score maps of the samples `ids` and check them; for maps held on the device.
 
-        Returns copies. Raises UserError for a damaged map. Called only if `score_maps` is not None.
+        Returns copies. Raises UserError for a damaged map.
         """
+        raise NotImplementedError
 
     def check_map(self, index: int) -> None:
-        """Raise UserError if the score map of sample `index` is damaged or cannot be read.
-
-        Called only if `score_maps` is not None.
-        """
-
-    def extents(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return heights and widths of all stored images, pixels, integers `[num_samples]`.
-
-        Called before the first batch, and only with `--aspects`, which is refused for sources
-        without this member. All ranks and resumed runs must get the same sizes; a damaged image has
-        any positive one.
-        """
+        """Raise UserError if the score map of sample `index` is damaged or cannot be read."""
 
     def close(self) -> None:
         """Close files and stop threads. Called once the loader's own threads have stopped."""
@@ -202,11 +199,8 @@ class Preparation(Protocol):
 
     def begin(
         self, source: Source, threads: ThreadPoolExecutor, epoch: int, rows: RankRows
-    ) -> Fetch:
-        """Start to prepare the images of a batch on `threads`, without waiting.
-
-        Their `Encoded` has `follow`.
-        """
+    ) -> Encoded:
+        """Start to prepare the images of a batch on `threads`, without waiting, with `follow`."""
 
 
 class Memory:
@@ -238,53 +232,6 @@ class Memory:
         return torch.from_numpy(view)
 
 
-class Crops(NamedTuple):
-    """Planned crops of N samples."""
-
-    box_tlhw: np.ndarray  # float64 [N, 4], pixels of the stored image
-    flip: np.ndarray  # bool [N]
-    filter: np.ndarray  # uint8 [N], native.BILINEAR or BICUBIC
-    view: np.ndarray  # float32 [N, 2, 3], as in Batch
-    shown: np.ndarray  # float32 [N, 4], as in Batch
-
-
-class Fields(NamedTuple):
-    """The fields of a Batch that are known before its images."""
-
-    label: Tensor
-    view: Tensor
-    shown: Tensor
-    index: Tensor
-    repeat: Tensor
-    weight: Tensor
-
-    def split(self, size: int) -> "Iterator[Fields]":
-        """Yield the fields of each `size` samples; they share the memory of all."""
-        return map(Fields._make, zip(*(field.split(size) for field in self), strict=True))
-
-
-class Planned(NamedTuple):
-    """A batch that was planned and located together with others, before its images are fetched."""
-
-    # Of all these batches:
-    rows: native.Rows
-    maps: MapPlaces | None
-    # Of this batch:
-    first: int  # row of its first sample
-    count: int  # of its samples
-    fields: Fields
-    checked: bool  # whether all its maps were read before and hold no impossible values
-
-    @property
-    def samples(self) -> np.ndarray:
-        """The samples of this batch."""
-        return self.rows.samples[self.first : self.first + self.count]
-
-
-# Of a source that fetches nothing.
-NO_FETCH = Fetch(lambda: None, lambda: None)
-
-
 @dataclass(eq=False)
 class Decoding:
     """The images of a batch while they are decoded."""
@@ -297,11 +244,9 @@ class _Begun(NamedTuple):
     """A batch in flight."""
 
     decoding: Decoding
+    batch: Batch  # without its image
     encoded: Encoded
-    rows: RankRows  # of this batch alone: each field is `[N]`
-    fields: Fields
-    maps: Sequence[Tensor] | None  # the fields of MapRows
-    limits: native.Limits | None  # of values, if the maps are checked
+    first: int  # row of its first sample in `encoded`
 
 
 class ThreadedLoader:
@@ -342,7 +287,7 @@ class ThreadedLoader:
         self.source, self.plan, self.on_bad_sample, self._maps = source, plan, on_bad_sample, maps
         self.class_names, self.num_classes = source.class_names, len(source.class_names)
         self.score_maps, self.fingerprint = source.score_maps, source.fingerprint
-        self.skipped, self._device = 0, device
+        self.skipped, self._device, self._size = 0, device, plan.batch // plan.ranks
         # Samples whose score maps were read and hold no impossible values.
         self._checked = np.zeros(len(source.labels), bool)
         self._shapes, self._memory = [], Memory()
@@ -367,72 +312,47 @@ class ThreadedLoader:
         `prepare` flips and augments whole images before they are cropped. Padding has weight 0.
         RuntimeError if the loader is closed meanwhile, or in a forked child.
         """
-        shard, shapes = self.plan.shard(epoch), self.plan.shapes(epoch)
-        rows = map(RankRows, *(part[start:] for part in shard))
-        planned = self._plan(epoch, shard, start, prepare is None)
+        shapes = self.plan.shapes(epoch)
         # Free blocks of other shapes would never be used again. Those of these are kept: for 1,024
         # images an epoch, new pages cost 5 % of the images per second (2 threads, 224 px).
         if shapes != self._shapes:
             self._shapes, self._memory = shapes, Memory()
-        # One more batch is fetched than decoded: the files of a folder are read while earlier ones
-        # are decoded.
-        upcoming = zip(rows, self.plan.runs(epoch, start), strict=True)
-        if hasattr(self.source, "follow"):
-            upcoming = self._announce(upcoming, epoch, start, shard.index)
-        fetching = self._fetch(upcoming, epoch, prepare)
-        fetched, decoding, steps = deque(), deque(), count(start)
-        shape = (self.plan.shape(epoch, step) for step in count(start))
-        if len(shapes) == 1:
-            shape = repeat(shapes[0])
+        fetched, decoding = deque(), deque()
         try:
-            # The rounds without a fetch empty both queues at the end of the epoch.
-            for fetch in chain(fetching, [None] * (AHEAD + 1)):
-                if fetch:
-                    fetched.append(fetch)
-                if fetched and (len(fetched) > 1 or not fetch):
-                    # Removed only afterwards, as below: `finally` cancels what Ctrl-C interrupts.
-                    decoding.append(self._submit(epoch, next(shape), *fetched[0], *next(planned)))
-                    fetched.popleft()
-                if decoding and (len(decoding) == AHEAD or not fetch):
+            # The rounds without a batch empty the queue at the end of the epoch.
+            for planned in chain(self._plan(epoch, start, prepare, fetched), repeat(None, AHEAD)):
+                if planned:
+                    decoding.append(self._submit(*planned))
+                if decoding and (len(decoding) == AHEAD or not planned):
+                    # Removed only afterwards: `finally` cancels what Ctrl-C interrupts.
                     self._wait(decoding[0].decoding)
-                    yield self._finish(decoding.popleft(), epoch, next(steps))
+                    yield self._finish(decoding.popleft())
         except Exception:
             # If the loader was closed meanwhile, or this is a forked child, report that instead of
             # the error that it caused first.
             self._pool.check()
             raise
         finally:
-            for fetch, *_ in fetched:
-                fetch.cancel()
+            for encoded, *_ in fetched:
+                encoded.cancel()
             for begun in decoding:
                 self._cancel(begun.decoding)
 
-    def _announce(
-        self, batches: Iterator[tuple], epoch: int, start: int, index: np.ndarray
-    ) -> Iterator[tuple]:
-        """Yield batch after batch; announce each to the source before."""
-        for step, batch in enumerate(batches, start):
-            self.source.follow(self.plan, epoch, step, index)
-            yield batch
-
     def _begin(
-        self, encoded: Encoded, ids: np.ndarray, shape: Shape, maps: MapRows | None
+        self,
+        ids: np.ndarray,
+        samples: np.ndarray,
+        shape: Shape,
+        parts: native.Parts | None,
+        keep: object,
     ) -> Decoding:
-        """Start to decode crops of the samples `ids` and to copy their `maps`, without waiting.
+        """Start to decode crops of `samples`, whose ids are `ids`, and to copy their maps.
 
-        The crops become images of `shape`, height and width in pixels.
+        The crops become images of `shape`, height and width in pixels. `keep` is alive until then.
+        Does not wait.
         """
-        image = self._memory.empty((len(ids), *shape, 3), torch.uint8)
-        job = native.Job(encoded.samples, image.numpy(), maps and maps.parts, encoded.keep)
-        self._pool.submit(job)
-        return Decoding(job, image)
-
-    def _begin_planned(
-        self, planned: Planned, shape: Shape, maps: Sequence[Tensor], limits: native.Limits | None
-    ) -> Decoding:
-        """Do `_begin` for samples that were located; `maps` are the tensors that maps become."""
-        image = self._memory.empty((planned.count, *shape, 3), torch.uint8)
-        job = native.Job.of_rows(planned.rows, planned.first, image, maps, limits)
+        image = self._memory.empty((len(samples), *shape, 3), torch.uint8)
+        job = native.Job(samples, image.numpy(), parts, keep)
         self._pool.submit(job)
         return Decoding(job, image)
 
@@ -449,131 +369,104 @@ class ThreadedLoader:
         self._pool.cancel(decoding.job)
 
     def _fetch(
-        self, batches: Iterator[tuple], epoch: int, prepare: Preparation | None
-    ) -> Iterator[tuple[Fetch, RankRows]]:
-        """Start to fetch batch after batch, and prefetch the storage needed a window later."""
-        located = prepare is None and self._locates() and not hasattr(self.source, "follow")
-        for rows, runs in batches:
-            for first, end in runs:
-                self.source.read_ahead(first, end)
-            if located:
-                yield NO_FETCH, rows
-            elif prepare is None:
-                yield self.source.begin(rows.index), rows
-            else:
-                # A forked child would wait for threads that it does not have.
-                self._pool.check()
-                yield prepare.begin(self.source, self._preparing, epoch, rows), rows
+        self, epoch: int, start: int, prepare: Preparation | None
+    ) -> Iterator[tuple[Encoded, RankRows, np.ndarray]]:
+        """Start to fetch samples from batch `start` on, and draw the numbers of their crops.
+
+        Yields those of one batch, or of several if the source only locates them.
+        """
+        source, plan, size = self.source, self.plan, self._size
+        shard, many = plan.shard(epoch), max(1, PLANNED // size)
+        batches = len(shard.index)
+        # With buckets every batch has crops of its own aspect.
+        once = many if source.locates and prepare is None and plan.buckets is None else 1
+        for first in range(start, batches, many):
+            drawn = RankRows(*(part[first : first + many].ravel() for part in shard))
+            u = plan.crop_draws(epoch, drawn.index, drawn.repeat)
+            for step in range(first, min(first + many, batches), once):
+                here = slice((step - first) * size, (step - first + once) * size)
+                rows = RankRows(*(part[here] for part in drawn))
+                source.follow(plan, epoch, step, shard.index)
+                if prepare is None:
+                    encoded = source.begin(rows.index)
+                else:
+                    # A forked child would wait for threads that it does not have.
+                    self._pool.check()
+                    encoded = prepare.begin(source, self._preparing, epoch, rows)
+                yield encoded, rows, u[:, here]
 
     def _plan(
-        self, epoch: int, shard: RankRows, start: int, early: bool
-    ) -> Iterator[tuple[np.ndarray, Planned | None]]:
-        """Draw the random numbers of the crops of every batch from `start` on, and plan them.
+        self, epoch: int, start: int, prepare: Preparation | None, fetched: deque
+    ) -> Iterator[tuple[Batch, Encoded, int, native.Parts | None]]:
+        """Plan the crops of batches from `start` on; yield the arguments of `_submit`.
 
-        `early` plans before the images are fetched, where the source can locate them; what cannot
-        be planned yet is None.
+        `fetched` holds what is being fetched. There is one more than is needed: the files of a
+        folder are read while earlier ones are decoded.
         """
-        batches, size = shard.index.shape
-        early = early and self._locates()
-        step = max(1, PLANNED // size)
-        for first in range(start, batches, step):
-            rows = RankRows(*(field[first : first + step].ravel() for field in shard))
-            u = self.plan.crop_draws(epoch, rows.index, rows.repeat)
-            planned = repeat(None)
-            if early:
-                planned = self._locate(epoch, rows, u, self.plan.shape(epoch, first), size)
-            splits = np.split(u, range(size, len(rows.index), size), axis=1)
-            yield from zip(splits, planned, strict=False)
-
-    def _locate(
-        self, epoch: int, rows: RankRows, u: np.ndarray, shape: Shape, size: int
-    ) -> Iterator[Planned]:
-        """Locate samples and plan their crops; yield them in batches of `size`."""
-        samples, maps = self.source.locate(rows.index)
-        crops = self._crop(epoch, rows, (samples["height"], samples["width"]), u, shape)
-        samples["box_tlhw"], samples["flip"], samples["filter"] = crops[:3]
-        together = native.Rows(samples, *(maps or ()))
-        # Without a checksum a map may hold other values the next time.
-        sure = maps is not None and maps.crc is not None
-        checked = (sure & self._checked[rows.index].reshape(-1, size).all(1)).tolist()
-        for n, fields in enumerate(self._fields(rows, crops).split(size)):
-            yield Planned(together, maps, n * size, size, fields, checked[n])
-
-    def _fields(self, rows: RankRows, crops: Crops) -> Fields:
-        # Copies: rows are part of an epoch's table.
-        arrays = self.source.labels[rows.index], crops.view, crops.shown, *map(np.copy, rows)
-        return Fields(*map(torch.from_numpy, arrays))
-
-    def _locates(self) -> bool:
-        """Whether the source can locate samples. With buckets each batch has another aspect."""
-        return self.plan.buckets is None and hasattr(self.source, "locate")
+        step, runs, size = start, self.plan.runs(epoch, start), self._size
+        for group in chain(self._fetch(epoch, start, prepare), [None]):
+            if group:
+                fetched.append(group)
+            if not fetched or (group and len(fetched) == 1):
+                continue
+            encoded, rows, u = fetched[0]
+            whole = self._crop(epoch, step, encoded.wait(), rows, u)
+            parts = self.source.map_parts(rows.index) if self.score_maps and self._maps else None
+            for n, batch in enumerate(whole.split(len(rows.index) // size)):
+                for run in next(runs):
+                    self.source.read_ahead(*run)
+                yield batch._replace(step=step), encoded, n * size, parts
+                step += 1
+            # Removed only afterwards, as in `batches`.
+            fetched.popleft()
 
     def _crop(
-        self,
-        epoch: int,
-        rows: RankRows,
-        extents: tuple[np.ndarray, np.ndarray],
-        u: np.ndarray,
-        shape: Shape,
-        flipped: bool = False,
-    ) -> Crops:
-        """Plan the crops of `rows`, images with these heights and widths.
+        self, epoch: int, step: int, encoded: Encoded, rows: RankRows, u: np.ndarray
+    ) -> Batch:
+        """Plan the crops of samples from `step` on: one batch of all, without images and maps.
 
-        `u` was drawn for them. Images that are `flipped` already are not flipped again.
+        `u` was drawn for them.
         """
+        samples = encoded.samples
+        extents = samples["height"], samples["width"]
+        shape = self.plan.shape(epoch, step)
         box, flip = self.plan.crops(epoch, rows.index, *extents, rows.repeat, u, shape)
-        flip &= not flipped
-        kind = np.where(self.plan.cubic_crops(u), native.BICUBIC, native.BILINEAR)
-        view = crop_views(box, flip, *extents)
-        return Crops(box, flip, kind, view, visible_boxes(view))
+        # Images that were augmented before the crop are flipped already.
+        flip &= encoded.follow is None
+        cubic = self.plan.cubic_crops(u)
+        samples["box_tlhw"], samples["flip"] = box, flip
+        samples["filter"] = np.where(cubic, native.BICUBIC, native.BILINEAR)
+        label = torch.from_numpy(self.source.labels[rows.index])
+        crops, image = (box, flip, *extents), torch.empty(len(label), 0)
+        return crop_batch(image, label, crops, rows, [None] * 4)._replace(epoch=epoch)
 
     def _submit(
-        self,
-        epoch: int,
-        shape: Shape,
-        fetch: Fetch,
-        rows: RankRows,
-        u: np.ndarray,
-        planned: Planned | None,
+        self, batch: Batch, encoded: Encoded, first: int, parts: native.Parts | None
     ) -> _Begun:
-        """Submit a batch for decoding; the last two are what `_plan` yields for it."""
-        encoded, ids = fetch.wait(), rows.index
-        if planned:
-            encoded, fields = Encoded(planned.samples, {}), planned.fields
-        else:
-            samples = encoded.samples
-            extents = samples["height"], samples["width"]
-            crops = self._crop(epoch, rows, extents, u, shape, flipped=bool(encoded.follow))
-            samples["box_tlhw"], samples["flip"], samples["filter"] = crops[:3]
-            fields = self._fields(rows, crops)
-        wanted, limits = self.score_maps and self._maps, None
-        # A map that matches its checksum again holds the same values: 2 % of the loader's time.
-        if wanted and not (planned.checked if planned else self._checked[ids].all()):
-            limits = self.score_maps.limits
-        if planned and (planned.maps or not wanted):
-            maps = allocate_maps(len(ids), self.score_maps, self._memory.empty) if wanted else None
-            decoding = self._begin_planned(planned, shape, maps or (), limits)
-            return _Begun(decoding, encoded, rows, fields, maps, limits)
-        maps = self.source.map_rows(ids, self._memory) if wanted else None
-        if maps and (limits or maps.parts.crc is None):
-            parts = maps.parts._replace(limits=self.score_maps.limits)
-            maps = maps._replace(parts=parts)
-        decoding = self._begin(encoded, ids, shape, maps)
-        return _Begun(decoding, encoded, rows, fields, maps and maps.fields, limits)
+        """Submit a batch for decoding: the rows of `encoded` from `first` on."""
+        ids = batch.index.numpy()
+        here = slice(first, first + len(ids))
+        if parts:
+            maps = allocate_maps(len(ids), self.score_maps, self._memory.empty)
+            # A map that matches its checksum again holds the same values: 2 % of the loader's time.
+            checked = parts.crc is not None and self._checked[ids].all()
+            limits = None if checked else self.score_maps.limits
+            to = [field.numpy() for field in maps]
+            parts = parts.of(here)._replace(to=to, limits=limits)
+            batch = batch.add_maps(maps)
+        shape = self.plan.shape(batch.epoch, batch.step)
+        decoding = self._begin(ids, encoded.samples[here], shape, parts, encoded.keep)
+        return _Begun(decoding, batch, encoded, first)
 
-    def _finish(self, begun: _Begun, epoch: int, step: int) -> Batch:
+    def _finish(self, begun: _Begun) -> Batch:
         """Handle the bad samples of a decoded batch, and make tensors of it."""
-        bad = []
+        good, bad = begun.batch.index.numpy(), []
         if self._has_failed(begun.decoding):
             status = begun.decoding.job.samples["status"]
-            good, failed = np.flatnonzero(status == native.OK), np.flatnonzero(status).tolist()
-            self._checked[begun.rows.index[good]] = begun.maps is not None
-            bad = [row for row in failed if not self._mend(begun, row)]
-        elif begun.limits:
-            self._checked[begun.rows.index] = True
-        maps = begun.maps or [None] * 4
-        fields = begun.decoding.image, *begun.fields, *maps
-        batch = Batch(*fields, axis_aligned=True, epoch=epoch, step=step)
+            good = good[status == native.OK]
+            bad = [row for row in np.flatnonzero(status).tolist() if not self._mend(begun, row)]
+        self._checked[good] = begun.batch.map_logit is not None
+        batch = begun.batch._replace(image=begun.decoding.image)
         if begun.encoded.follow:
             batch = begun.encoded.follow(batch)
         if bad:
@@ -595,14 +488,14 @@ class ThreadedLoader:
                 "see the messages above for the reasons"
             )
         for row in bad:
-            for field in batch.tensors.values():
-                field[row] = field[good]
+            for tensor in batch.tensors.values():
+                tensor[row] = tensor[good]
             # After the loop, which has copied the good row's weight too.
             batch.weight[row] = 0
 
     def _mend(self, begun: _Begun, row: int) -> bool:
         """Decode with Pillow a sample that the native decoder refused; return False to skip it."""
-        index = int(begun.rows.index[row])
+        index = int(begun.batch.index[row])
         where = self.source.where(index)
         # This is no fault of the sample, so it is not skipped.
         if begun.decoding.job.samples["status"][row] == native.NO_MEMORY:
@@ -625,11 +518,11 @@ class ThreadedLoader:
         # `sample` is a view of the record, so what is assigned to it is in `samples`.
         samples = begun.decoding.job.samples[row : row + 1].copy()
         sample, remedy = samples[0], self.source.remedy
-        if row in begun.encoded.errors:
-            raise UserError(begun.encoded.errors[row])
+        if error := begun.encoded.errors.get(begun.first + row):
+            raise UserError(error)
         if sample["status"] != native.UNSUPPORTED:
             # Only the message of the native decoder distinguishes a damaged map from an image.
-            if begun.maps:
+            if begun.batch.map_logit is not None:
                 self.source.check_map(index)
             why = sample["message"].decode(errors="replace")
             raise UserError(f"{where} cannot be decoded ({why}); {remedy}")

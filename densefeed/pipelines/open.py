@@ -275,7 +275,7 @@ def open_dataset(
 
 def choose_order(data: DataOptions, source: Source, training: bool) -> dict[str, str | int]:
     """Return the plan's settings of the order. UserError if the source is too slow for it."""
-    blocks = source.blocks() if training and hasattr(source, "blocks") else None
+    blocks = source.blocks() if training else None
     if blocks is None:
         return {"order": data.order}
     if data.order != "blocks":
@@ -289,11 +289,12 @@ def choose_order(data: DataOptions, source: Source, training: bool) -> dict[str,
 
 def make_buckets(data: DataOptions, source: Source) -> AspectBuckets:
     """Assign the images of a source to `--aspects`. UserError if it cannot tell their sizes."""
-    if not hasattr(source, "extents"):
+    extents = source.extents()
+    if extents is None:
         raise UserError(
             f"--loader {data.loader} does not know the sizes of stored images; remove --aspects"
         )
-    return AspectBuckets(data.aspects, data.side_multiple, *source.extents())
+    return AspectBuckets(data.aspects, data.side_multiple, *extents)
 
 
 def check_memory(plan: EpochPlan) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 from densefeed.pipelines.ffcv import FfcvSource
-from densefeed.pipelines.loader import AHEAD, Encoded, Fetch
+from densefeed.pipelines.loader import AHEAD, Encoded
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.storage.beton import Beton
 from densefeed.storage.object_cache import CachedFiles, NextUse, SampleCache
@@ -64,7 +64,7 @@ class RemoteSource(FfcvSource):
     storage that cannot be read.
     """
 
-    remedy = "upload the file again, or pack it again"
+    remedy, locates = "upload the file again, or pack it again", False
 
     def __init__(
         self, url: ObjectURL, maps: str | Path | None, cache: Path, cache_bytes: int = 0
@@ -196,14 +196,10 @@ class RemoteSource(FfcvSource):
             self._jobs.pop(index, None)
         self._cache.release(held.ids)
 
-    def begin(self, ids: np.ndarray) -> Fetch:
-        encoded, jobs = super().begin(ids), self._begun[-1].jobs
-
-        def wait() -> Encoded:
-            self._wait(jobs)
-            return encoded.wait()
-
-        return Fetch(wait, encoded.cancel)
+    def begin(self, ids: np.ndarray) -> Encoded:
+        encoded = super().begin(ids)
+        encoded.tasks, encoded.shared = list(set(self._begun[-1].jobs.values())), True
+        return encoded
 
     def image(self, index: int) -> Image.Image:
         with self._fetched(np.array([index])):

@@ -11,6 +11,7 @@ import torch
 
 from densefeed.pipelines.batch import Batch, ScoreMapSpec, allocate_maps
 from densefeed.pipelines.loader import Source
+from densefeed.storage.score_maps import ScoreMaps
 from densefeed.system.devices import free_memory
 from densefeed.system.errors import UserError
 from densefeed.system.progress import bar
@@ -54,10 +55,8 @@ class ResidentMaps:
 
     def __call__(self, batch: Batch) -> Batch:
         """Add the map fields to a batch, selected by its `index`, without a host sync."""
-        logit, named, lse, window = (whole.index_select(0, batch.index) for whole in self._fields)
-        return batch._replace(
-            map_logit=logit, map_class=named.view(torch.uint16), map_lse=lse, window=window
-        )
+        maps = ScoreMaps(*(whole.index_select(0, batch.index) for whole in self._fields))
+        return batch.add_maps(maps._replace(cls=maps.cls.view(torch.uint16)))
 
 
 def map_bytes(spec: ScoreMapSpec) -> int:

@@ -10,14 +10,14 @@ import numpy as np
 from PIL import Image
 
 from densefeed import native, register_loader, train
-from densefeed.pipelines.loader import Encoded, Fetch
+from densefeed.pipelines.loader import Encoded, Source
 from densefeed.storage.images import decode
 
 
-class TarSource:
-    """Images of a tar file, `class/name.jpg`; see `densefeed.pipelines.loader.Source`."""
+class TarSource(Source):
+    """Images of a tar file, `class/name.jpg`."""
 
-    remedy, score_maps = "write this member of the archive again", None
+    remedy = "write this member of the archive again"
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "rb")  # noqa: SIM115
@@ -32,16 +32,13 @@ class TarSource:
     def where(self, index: int) -> str:
         return f"{self._file.name}, {self._names[index]}"
 
-    def read_ahead(self, first: int, end: int) -> None:
-        """The system reads ahead."""
-
-    def begin(self, ids: np.ndarray) -> Fetch:
+    def begin(self, ids: np.ndarray) -> Encoded:
         samples = np.zeros(len(ids), native.SAMPLE)
         samples["file"], samples["kind"] = self._file.fileno(), native.JPEG
         for row, index in enumerate(ids.tolist()):
             samples["offset"][row], samples["length"][row] = self._places[index]
             samples["height"][row], samples["width"][row] = native.probe(self._read(index))
-        return Fetch(lambda: Encoded(samples, {}), lambda: None)
+        return Encoded(samples)
 
     def _read(self, index: int) -> bytes:
         self._file.seek(self._places[index][0])

@@ -505,36 +505,26 @@ def test_parts_are_read_from_any_offsets(maps):
         assert [to[n].tobytes() for to in parts.to] == row
 
 
-@pytest.mark.parametrize(("first", "count"), [(0, 5), (1, 3), (4, 1)])
-def test_jobs_of_rows_are_those_of_their_arrays(maps, first, count):
-    """Samples and parts from `first` on; neither more is read, nor more written."""
+@pytest.mark.parametrize("rows", [slice(0, 5), slice(1, 4), slice(4, 5)], ids=str)
+def test_parts_of_some_samples(maps, rows):
+    """Neither more is read, nor more written; the job keeps what it reads alive."""
     whole, parts, want, _ = maps
-    rows = native.Rows(whole.samples, parts.file, parts.offset, parts.crc)
-    to = [torch.zeros(count, part.shape[1], dtype=torch.uint8) for part in parts.to]
-    image = torch.zeros(count, 16, 16, 3, dtype=torch.uint8)
-    job = native.Job.of_rows(rows, first, image, to)
-    job.decode()
-    whole.decode()
-    assert job.failed == 0
-    assert np.shares_memory(job.samples, whole.samples[first : first + count])
-    np.testing.assert_array_equal(image.numpy(), whole.pixels[first : first + count])
-    for n in range(count):
-        assert [part[n].numpy().tobytes() for part in to] == want[first + n]
-
-
-def test_jobs_of_rows_keep_their_memory(maps):
-    whole, parts, want, _ = maps
-    to = [torch.zeros(5, part.shape[1], dtype=torch.uint8) for part in parts.to]
-    image = torch.zeros(5, 16, 16, 3, dtype=torch.uint8)
-    places = [np.copy(part) for part in (parts.file, parts.offset, parts.crc)]
-    job = native.Job.of_rows(native.Rows(whole.samples, *places), 0, image, to)
-    del places
+    copied = parts._replace(
+        file=parts.file.copy(), offset=parts.offset.copy(), crc=parts.crc.copy()
+    )
+    pixels = np.zeros_like(whole.pixels)
+    job = native.Job(whole.samples[rows], pixels[rows], copied.of(rows), keep=whole)
+    del copied
     gc.collect()
     # Memory of the same sizes, which an allocator would give the next time.
     _others = [np.full_like(part, 77) for part in (parts.file, parts.offset, parts.crc)]
     job.decode()
     assert job.failed == 0
-    assert [part[2].numpy().tobytes() for part in to] == want[2]
+    for n, row in enumerate(want):
+        inside = rows.start <= n < rows.stop
+        empty = [bytes(len(part)) for part in row]
+        assert [to[n].tobytes() for to in parts.to] == (row if inside else empty)
+        assert pixels[n].any() == inside
 
 
 @pytest.mark.parametrize("bad", [[], [3], [0, 4]])
@@ -593,20 +583,6 @@ pool.close()
 def test_decoding_threads_keep_a_policy_that_the_user_chose(command):
     done = command("-c", IDLE)
     assert done.returncode == 0, done.stderr
-
-
-def test_jobs_of_rows_refuse_what_they_would_read_or_write_beside():
-    rows = native.Rows(np.zeros(5, native.SAMPLE))
-    image = torch.zeros(2, 8, 8, 3, dtype=torch.uint8)
-    for first, pixels, to in (
-        (4, image, []),
-        (-1, image, []),
-        (0, image.float(), []),
-        (0, image.transpose(1, 2)[:, :, ::2], []),
-        (0, image, [torch.zeros(2, 4)]),
-    ):
-        with pytest.raises(AssertionError):
-            native.Job.of_rows(rows, first, pixels, to)
 
 
 def test_crops_of_one_image_get_its_parts(maps):

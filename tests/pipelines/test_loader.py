@@ -74,13 +74,8 @@ def test_a_beton_with_its_maps_beside_it(folder, maps, beton, tmp_path, command)
 
 
 @pytest.mark.parametrize("summed", [True, False], ids=["checksums", "none"])
-@pytest.mark.parametrize("locates", [True, False])
-def test_values_of_maps_are_checked_once_or_always_without_checksums(
-    beton, monkeypatch, summed, locates
-):
+def test_values_of_maps_are_checked_once_or_always_without_checksums(beton, monkeypatch, summed):
     """FFCV's own files have no checksums, so a map may hold other values the next time."""
-    if not locates:
-        monkeypatch.delattr(FfcvSource, "locate")
     source, checked = FfcvSource(beton), []
     if not summed:
         source._beton.crcs = None
@@ -110,9 +105,9 @@ def test_batches_do_not_depend_on_threads_or_resume(beton, threads):
 def test_crops_are_those_of_the_plan_however_many_are_planned_at_once(
     beton, monkeypatch, planned, locates
 ):
+    """In batches of 4, of which several are located at once, or each alone."""
     monkeypatch.setattr(loader_module, "PLANNED", planned)
-    if not locates:
-        monkeypatch.delattr(FfcvSource, "locate")
+    monkeypatch.setattr(FfcvSource, "locates", locates)
     source = FfcvSource(beton)
     # Closes the source that it reads.
     for batch in epoch_of(FfcvSource(beton), start=1):
@@ -306,14 +301,18 @@ def test_maps_of_another_dataset_are_refused(folder, maps, tmp_path, command):
         FfcvSource(packed, maps)
 
 
-def test_order_blocks_prefetches_before_it_fetches(beton, monkeypatch):
-    known, begin = set(), FfcvSource.begin
+def test_order_blocks_prefetches_before_it_reads(beton, monkeypatch):
+    known, begin, early = set(), ThreadedLoader._begin, []
     monkeypatch.setattr(
         FfcvSource, "read_ahead", lambda self, first, end: known.update(range(first, end))
     )
-    monkeypatch.setattr(
-        FfcvSource, "begin", lambda self, ids: known.issuperset(ids.tolist()) and begin(self, ids)
-    )
+
+    def begin_known(self, ids, *given):
+        early.append(len(known) == 11)
+        assert known.issuperset(ids.tolist())
+        return begin(self, ids, *given)
+
+    monkeypatch.setattr(ThreadedLoader, "_begin", begin_known)
     source = FfcvSource(beton)
     plan = EpochPlan(
         num_samples=11,
@@ -328,3 +327,5 @@ def test_order_blocks_prefetches_before_it_fetches(beton, monkeypatch):
     reader = ThreadedLoader(source, plan, 2)
     assert len(list(reader.batches(0))) == 6
     reader.close()
+    # At an even rate, however many batches are located at once.
+    assert early == [False] * 3 + [True] * 3

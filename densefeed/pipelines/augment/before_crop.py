@@ -34,15 +34,12 @@ from densefeed.pipelines.augment.settings import (
     make_tables,
 )
 from densefeed.pipelines.batch import Batch
-from densefeed.pipelines.loader import Encoded, Fetch, Source
+from densefeed.pipelines.loader import Encoded, Source
 from densefeed.pipelines.plan import RankRows
 from densefeed.storage.geometry import WHOLE
-from densefeed.system.errors import UserError, explain_os_error
 
 # N samples   H, W pixels   S side of a map in cells   k classes of a cell
 
-# In place of an image that cannot be read: the decoder refuses an empty JPEG.
-MISSING = np.empty(0, np.uint8)
 # Operations without an argument.
 PLAIN = ("AutoContrast", "Equalize")
 
@@ -55,7 +52,6 @@ class Work(NamedTuple):
     flips: np.ndarray  # bool [N]
     steps: list[list[Step]]
     matrix: np.ndarray  # float64 [N, 3, 3], augmented image to stored one, normalized
-    encoded: Encoded
 
 
 class WholeImages:
@@ -73,40 +69,28 @@ class WholeImages:
 
     def begin(
         self, source: Source, threads: ThreadPoolExecutor, epoch: int, rows: RankRows
-    ) -> Fetch:
+    ) -> Encoded:
         """Start to decode and augment the images of a batch, without waiting.
 
         The images of the result are raw pixels, and no crop of them is to be flipped.
         """
         N = len(rows.index)
         flips, steps = self._chooser.choose_steps(epoch, rows.index, rows.repeat)
-        encoded = Encoded(np.zeros(N, native.SAMPLE), {}, [MISSING] * N)
-        work = Work(source, rows.index, flips, steps, np.tile(np.eye(3), (N, 1, 1)), encoded)
-        tasks = [threads.submit(self._prepare, work, row) for row in range(N)]
+        work = Work(source, rows.index, flips, steps, np.tile(np.eye(3), (N, 1, 1)))
+        encoded = Encoded.in_memory(N)
+        encoded.tasks = [
+            threads.submit(encoded.fill, row, partial(self._prepare, work, row)) for row in range(N)
+        ]
+        encoded.follow = partial(self._follow, work)
+        return encoded
 
-        def wait() -> Encoded:
-            for task in tasks:
-                task.result()
-            return encoded._replace(follow=partial(self._follow, work))
-
-        return Fetch(wait, lambda: [task.cancel() for task in tasks])
-
-    def _prepare(self, work: Work, row: int) -> None:
-        """Decode and augment one image, or note the reason why it cannot be read."""
-        flip, steps, encoded = work.flips[row], work.steps[row], work.encoded
-        extent, kind = (1, 1), native.JPEG
-        try:
-            image = work.source.image(int(work.ids[row]))
-            work.matrix[row] = compose_steps(flip, steps, image.height, image.width)
-            pixels = np.asarray(augment_image(image, flip, steps, self._fill))
-            encoded.keep[row], extent, kind = pixels, pixels.shape[:2], native.RAW
-        except UserError as error:
-            encoded.errors[row] = str(error)
-        except OSError as error:
-            encoded.errors[row] = explain_os_error(error)
-        content, sample = encoded.keep[row], encoded.samples[row]
-        sample["bytes"], sample["length"] = content.ctypes.data, content.nbytes
-        sample["kind"], (sample["height"], sample["width"]) = kind, extent
+    def _prepare(self, work: Work, row: int) -> tuple[np.ndarray, int, tuple[int, int]]:
+        """Decode and augment one image; return its pixels, kind and extent."""
+        flip, steps = work.flips[row], work.steps[row]
+        image = work.source.image(int(work.ids[row]))
+        work.matrix[row] = compose_steps(flip, steps, image.height, image.width)
+        pixels = np.asarray(augment_image(image, flip, steps, self._fill))
+        return pixels, native.RAW, pixels.shape[:2]
 
     def _follow(self, work: Work, batch: Batch) -> Batch:
         """Let the labels of a batch of crops follow, see `Encoded.follow`."""

@@ -97,7 +97,6 @@ from densefeed.training.captured_update import choose_update
 from densefeed.training.compile import compile_step
 from densefeed.training.config import Config
 from densefeed.training.monitor import TrainMonitor
-from densefeed.training.onednn_linear import use_onednn
 from densefeed.training.ranks import Ranks
 from densefeed.training.setup import build_trainable, open_loader
 from densefeed.training.speed import RunClock
@@ -375,10 +374,7 @@ def build_contest(
             for name, trainable in ours.items()
         }
         config = make_config(benchmark, OURS, compile)
-        model = deepcopy(ours[OURS])
-        # oneDNN is part of our step; timm's has PyTorch's defaults.
-        use_onednn(model, False)
-        steps[TIMM] = timm_step(config, model, device, steps[OURS].seed)
+        steps[TIMM] = timm_step(config, deepcopy(ours[OURS]), device, steps[OURS].seed)
         bar = EQUAL[autocast_dtype(config.run.precision, device)]
         # These first steps also compile, before anything is timed.
         contest.equality.append(compare_losses(steps, batch, mode, bar))

@@ -6,21 +6,18 @@
 `NAME` is the update alone. `NAME, EMA` is followed by that of the EMA as in train.py, in a second
 pass over the weights. `NAME, EMA in parts` updates a few tensors and their EMA before the next
 ones, which a cache may still hold then: only with fused optimizers, and without the EMA of buffers,
-387 numbers of LV-ViT-S. `NAME, timm's products` is Muon or a relative of it that orthogonalizes by
-timm's function in float32, on a CPU, where ours may multiply with another library (optimizers.py).
-All have the same random weights and gradients.
+387 numbers of LV-ViT-S. All have the same random weights and gradients.
 """
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Literal
+from typing import Literal
 
 import timm
 import torch
-from timm.optim import muon
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.harness import (
     Count,
@@ -37,16 +34,10 @@ from densefeed.system.devices import choose_device, synchronize
 from densefeed.system.errors import UserError
 from densefeed.system.malloc import tune_malloc
 from densefeed.training.ema import WeightAverage
-from densefeed.training.optimizers import (
-    ORTHOGONALIZE,
-    build_optimizer,
-    check_optimizer,
-    is_fused,
-    orthogonalize,
-)
+from densefeed.training.optimizers import build_optimizer, check_optimizer, is_fused
 
 RATE, WEIGHT_DECAY, DECAY = 1e-4, 0.05, 0.9999
-EMA, PARTS, TIMM = ", EMA", ", EMA in parts", ", timm's products"
+EMA, PARTS = ", EMA", ", EMA in parts"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,21 +81,12 @@ def main(benchmark: UpdateBenchmark) -> dict:
 
         return run
 
-    def choose(key: str) -> None:
-        # The one that timm's Muon and its relatives call.
-        timms = key.endswith(TIMM)
-        muon.zeropower_via_newtonschulz = orthogonalize_in_float32 if timms else orthogonalize
-
-    try:
-        with use_cores(benchmark.threads):
-            turns = {key: turn(work) for key, work in works.items()}
-            rates = take_turns(turns, benchmark.rounds, choose)
-    finally:
-        choose("")
+    with use_cores(benchmark.threads):
+        turns = {key: turn(work) for key, work in works.items()}
+        rates = take_turns(turns, benchmark.rounds)
     found = {name: [1000 / rate for rate in values] for name, values in rates.items()}
     names = dict.fromkeys(benchmark.optimizers)
     pairs = [(name + PARTS, name + EMA) for name in names if name + PARTS in found]
-    pairs += [(name, name + TIMM) for name in names if name + TIMM in found]
     data = f"{benchmark.model}, {sum(p.numel() for p in model.parameters()):,} parameters; "
     return report(
         benchmark,
@@ -136,15 +118,7 @@ def build_contestants(name: str, model: nn.Module, tensors: int) -> dict[str, Ca
     # A fused optimizer has no state that tensors share, so parts give the same weights.
     if is_fused(alone.optimizer):
         updates[name + PARTS] = ModelUpdate(name, model, tensors).update_in_parts
-    on_cpu = next(model.parameters()).device.type == "cpu"
-    if isinstance(alone.optimizer, muon.Muon) and on_cpu:
-        updates[name + TIMM] = ModelUpdate(name, model).optimizer.step
     return updates
-
-
-def orthogonalize_in_float32(*arguments: Any, **options: Any) -> Tensor:
-    """Orthogonalize as timm does, in float32."""
-    return ORTHOGONALIZE(*arguments, **options | {"dtype": torch.float32})
 
 
 class ModelUpdate:

@@ -1,6 +1,9 @@
 """timm's optimizers by name: which can train, and how an update is skipped."""
 
+import importlib.util
 from difflib import get_close_matches
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -8,7 +11,6 @@ from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers,
 from torch import Tensor, nn
 
 from densefeed.system.errors import UserError
-from densefeed.training.onednn_linear import is_faster, multiply
 
 # Their kernel leaves weights and moments as they are where `found_inf` is 1, without a host sync.
 # The last three are SGD, with Nesterov's momentum and without.
@@ -16,11 +18,6 @@ FUSED = ("adam", "adamw", "sgd", "nesterov", "momentum")
 # Other packages that need a GPU (bitsandbytes, Apex), and an optimizer with draws of its own, which
 # a checkpoint does not hold.
 LEFT_OUT = ["bnb*", "fused*", "kron*"]
-# timm's orthogonalization for Muon and its relatives.
-ORTHOGONALIZE = muon.zeropower_via_newtonschulz
-# The least number of multiplications in a product of it for which oneDNN is faster. On Zen 5, 96 x
-# 96 values take MKL 0.30 ms and oneDNN 0.33, 96 x 288 take 0.64 and 0.48, 384 x 384 15.5 and 7.2.
-LEAST_WORK = 2**20
 
 
 def optimizer_names() -> list[str]:
@@ -67,9 +64,9 @@ def build_optimizer(
             options["nesterov"] = False
     if decay_all:
         options["param_group_fn"] = lambda module: group_all(module, weight_decay)
-    # timm has no option for it.
-    muon.zeropower_via_newtonschulz = orthogonalize
     built = create_optimizer_v2(trainable, name, lr=lr, weight_decay=weight_decay, **options)
+    if isinstance(built, muon.Muon):
+        return own_muon().Muon(built.param_groups, **built.defaults)
     return begin_momenta(built) if isinstance(built, torch.optim.SGD) else built
 
 
@@ -90,9 +87,21 @@ def begin_momenta(optimizer: torch.optim.SGD) -> torch.optim.SGD:
     return optimizer
 
 
-def orthogonalize(
-    gradient: Tensor, steps: int, coefficients: list[tuple[float, float, float]], **options: Any
-) -> Tensor:
+@cache
+def own_muon() -> ModuleType:
+    """Return timm's module of Muon and its relatives with `orthogonalize` in place of its own.
+
+    timm has no option for it, and calls its function from within a step. This is the module loaded
+    once more, so timm's own, which others may use in this process, stays as it is.
+    """
+    spec = importlib.util.find_spec(muon.__name__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.zeropower_via_newtonschulz = orthogonalize
+    return module
+
+
+def orthogonalize(gradient: Tensor, *arguments: Any, **options: Any) -> Tensor:
     """Orthogonalize a gradient as timm's Muon does, but on a CPU in float32 instead of bfloat16.
 
     A processor without instructions for bfloat16 emulates them: 230 ms a step instead of 25 ms for
@@ -100,37 +109,7 @@ def orthogonalize(
     """
     if gradient.device.type == "cpu":
         options["dtype"] = torch.float32
-        work = min(gradient.shape[-2:]) * gradient.numel()
-        plain = gradient.ndim == 2 and not options.get("scale_eps")
-        if not torch.compiler.is_compiling() and plain and work >= LEAST_WORK and is_faster():
-            scale = options.get("eps", muon.MUON_EPS), options.get("safety_factor", 1.0)
-            return orthogonalize_by_onednn(gradient, steps, coefficients, *scale)
-    return ORTHOGONALIZE(gradient, steps, coefficients, **options)
-
-
-def orthogonalize_by_onednn(
-    gradient_RC: Tensor,
-    steps: int,
-    coefficients: list[tuple[float, float, float]],
-    eps: float,
-    safety_factor: float,
-) -> Tensor:
-    """Orthogonalize a gradient on a CPU as timm's Muon does; the products are oneDNN's.
-
-    Each of the `steps` changes the singular values s to a s + b s^3 + c s^5; after the last of the
-    `coefficients` it repeats. The products take half of MKL's time for LV-ViT-S on Zen 5.
-    """
-    transposed = gradient_RC.shape[0] > gradient_RC.shape[1]
-    x_MN = (gradient_RC.T if transposed else gradient_RC).float()
-    x_MN = x_MN / (x_MN.norm() * safety_factor).clamp(min=eps)
-    for step in range(steps):
-        a, b, c = coefficients[min(step, len(coefficients) - 1)]
-        gram_MM = multiply(x_MN, x_MN)
-        # a I + b G + c G^2: the Gram matrix G is symmetric, so `multiply` squares it.
-        mix_MM = torch.add(b * gram_MM, multiply(gram_MM, gram_MM), alpha=c)
-        mix_MM.diagonal().add_(a)
-        x_MN = multiply(mix_MM, x_MN.T)
-    return x_MN.T if transposed else x_MN
+    return muon.zeropower_via_newtonschulz(gradient, *arguments, **options)
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:

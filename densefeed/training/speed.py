@@ -12,7 +12,6 @@ from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.shapes import Shape, split_grid
 from densefeed.system.devices import synchronize
-from densefeed.training.onednn_linear import is_faster, multiply
 
 # Dense peak in 16 bits, operations per second, from the vendors' data sheets. For other devices the
 # rate of a matrix product is measured. The first key counts whose words are all in the device's
@@ -78,10 +77,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     side = 8192 if device.type == "cuda" else 1024
     one = torch.rand(side, side, device=device).to(dtype)
     out = torch.empty_like(one)
-    rate = best_rate(lambda: torch.mm(one, one, out=out), 2 * side**3, device)
-    if device.type == "cpu" and dtype == torch.float32 and is_faster():
-        rate = max(rate, best_rate(lambda: multiply(one, one), 2 * side**3, device))
-    return rate
+    return best_rate(lambda: torch.mm(one, one, out=out), 2 * side**3, device)
 
 
 def best_rate(work: Callable[[], object], amount: float, device: torch.device) -> float:

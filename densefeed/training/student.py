@@ -13,7 +13,6 @@ from densefeed.system.errors import UserError, first_line
 from densefeed.training.config import OptimOptions
 from densefeed.training.ema import WeightAverage
 from densefeed.training.guards import NonFiniteGuard
-from densefeed.training.onednn_linear import is_faster, use_onednn
 from densefeed.training.optimizers import build_optimizer, step_unless
 from densefeed.training.ranks import Ranks
 from densefeed.training.sam import worst_weights
@@ -113,8 +112,6 @@ def build_student(
     """
     if captured:
         ranks.broadcast(trainable)
-    # Before the EMA, a copy, and the model in `trainable` is the one that is evaluated.
-    use_onednn(trainable, ranks.device.type == "cpu" and is_faster())
     return Student(
         model=model,
         trainable=trainable,

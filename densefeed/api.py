@@ -21,7 +21,7 @@ from densefeed.pipelines.open import DataOptions, Mode, open_dataset
 from densefeed.pipelines.targets import TargetRules
 from densefeed.step import Step
 from densefeed.system.errors import UserError
-from densefeed.system.object_store import ObjectURL, find_url, parse_location
+from densefeed.system.object_url import ObjectURL, find_url, parse_location
 from densefeed.system.options import check_type, with_options
 
 

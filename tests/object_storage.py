@@ -17,7 +17,8 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from uuid import uuid4
 
-from densefeed.system.object_store import ObjectURL, open_bucket
+from densefeed.system.object_store import open_bucket
+from densefeed.system.object_url import ObjectURL
 
 SECRET = "a-secret-that-no-message-may-hold"
 

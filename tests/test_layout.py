@@ -9,6 +9,7 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -66,8 +67,9 @@ def module_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def test_no_circular_imports():
-    """Imports inside functions count too."""
+@cache
+def import_graph() -> dict[str, set[str]]:
+    """The modules that each module imports, also inside functions."""
     modules, graph = {module_name(path) for path in SOURCES} - {"densefeed"}, {}
     for path in SOURCES:
         imported = [f"{name}." for name in modules_imported(path.read_text())]
@@ -75,8 +77,40 @@ def test_no_circular_imports():
         # `densefeed.a.b` also matches its package `densefeed.a`: keep the innermost modules.
         inner = {m for m in found if not any(other.startswith(f"{m}.") for other in found)}
         graph[module_name(path)] = inner - {module_name(path)}
+    return graph
+
+
+def test_no_circular_imports():
     # CycleError names the modules of a cycle.
-    TopologicalSorter(graph).prepare()
+    TopologicalSorter(import_graph()).prepare()
+
+
+def reach(start: str) -> set[str]:
+    """The modules that importing a module may import, directly or not."""
+    found, stack = set(), [start]
+    while stack:
+        new = import_graph()[stack.pop()] - found
+        found |= new
+        stack += new
+    return found
+
+
+MAPS = "score_maps store_file store_folder hdf5_layout row_codecs tensor_files torch_files geometry"
+
+
+@pytest.mark.parametrize("name", MAPS.split())
+def test_score_maps_stand_without_images_and_object_storage(name):
+    reached = {module.removeprefix("densefeed.") for module in reach(f"densefeed.storage.{name}")}
+    images = r"storage\.(images|datasets|image_shards|tar_|parquet_|object_|beton)"
+    others = images + r"|system\.object_(?!url)"
+    assert not [module for module in reached if re.match(others, module)]
+    assert "storage.datasets" in {m.removeprefix("densefeed.") for m in reach("densefeed.api")}
+
+
+def test_models_do_not_import_the_labeling():
+    models = [module_name(path) for path in SOURCES if path.parent.name == "models"]
+    reached = set().union(*map(reach, models))
+    assert not [module for module in reached if module.startswith("densefeed.relabel")]
 
 
 @pytest.mark.parametrize(

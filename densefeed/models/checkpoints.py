@@ -32,9 +32,9 @@ from densefeed.models.model_spec import (
     is_registered,
 )
 from densefeed.models.t2t import T2TViT
-from densefeed.relabel.network import CHANNEL_RANGES
 from densefeed.storage.geometry import LEAST_CROP
 from densefeed.storage.torch_files import TorchFileError, check_torch_file
+from densefeed.system.channels import CHANNEL_RANGES
 from densefeed.system.errors import UserError, explain_os_error, first_line, is_out_of_memory
 from densefeed.system.files import open_regular
 from densefeed.system.json_files import is_number, read_json

@@ -13,7 +13,7 @@ import timm
 import torch
 from torch import nn
 
-from densefeed.relabel.network import CHANNEL_RANGES, parse_channels
+from densefeed.system.channels import CHANNEL_RANGES, parse_channels
 
 # Arguments of our families, then those of timm's that hold numbers or the name of a variant.
 ARGUMENTS = (

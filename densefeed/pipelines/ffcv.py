@@ -13,7 +13,7 @@ from densefeed.storage.beton import MAP_FIELDS, Beton, name_classes
 from densefeed.storage.images import decode
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError
-from densefeed.system.object_store import check_local
+from densefeed.system.object_url import check_local
 
 
 class FfcvSource(StoreMaps):

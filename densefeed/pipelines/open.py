@@ -30,7 +30,7 @@ from densefeed.storage.images import MaxPixels, limit_pixels
 from densefeed.system.devices import THREADS, free_memory
 from densefeed.system.errors import UserError
 from densefeed.system.files import cache_folder
-from densefeed.system.object_store import ObjectURL, check_local
+from densefeed.system.object_url import ObjectURL, check_local
 from densefeed.system.options import Bounds, Count, Fraction, Location, NonNegativeInt, Options
 
 Mode = Literal["train", "evaluate"]

@@ -25,7 +25,7 @@ from densefeed.storage.object_cache import CachedFiles, NextUse, SampleCache
 from densefeed.storage.score_maps import ScoreMaps
 from densefeed.system.errors import UserError
 from densefeed.system.object_ranges import find_remote_files, read_range, read_ranges
-from densefeed.system.object_store import ObjectURL
+from densefeed.system.object_url import ObjectURL
 
 # Threads that fetch, with ten requests each. At 20 ms a request of one sample they give up to 5,000
 # samples a second.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from densefeed.storage.datasets import MOST_CLASSES
+from densefeed.storage.dataset_names import MOST_CLASSES
 from densefeed.system.errors import UserError
 from densefeed.system.files import open_regular
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from densefeed.relabel.rendering import PillowRender, Render
 from densefeed.relabel.scoring import Precision, Scored, Scorer, choose_precision, find_batch_size
 from densefeed.relabel.teacher import Teacher, weights_hash
-from densefeed.storage.datasets import MOST_CLASSES
+from densefeed.storage.dataset_names import MOST_CLASSES
 from densefeed.storage.images import Images
 from densefeed.storage.row_codecs import Absent, Form
 from densefeed.storage.score_maps import ScoreMapWriter, StoreHeader

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from densefeed.relabel.class_map import ClassMap, merge_classes
+from densefeed.system.channels import CHANNEL_RANGES, parse_channels
 from densefeed.system.errors import UserError
 
 INTERPOLATIONS = {
@@ -19,9 +20,6 @@ INTERPOLATIONS = {
 # timm's names in CaiT and XCiT for blocks in which only the class token changes, by attention to
 # cells that the blocks leave as they are.
 CLASS_ATTENTION = ("blocks_token_only", "cls_attn_blocks")
-# Bounds of mean and std. They are computed in float32, where 1e-320 is 0 and 1e300 infinite.
-LEAST_STD, MOST_CHANNEL = 1e-6, 1e6
-CHANNEL_RANGES = {"mean": "from -1e6 to 1e6", "std": "from 1e-6 to 1e6"}
 # Preprocessing where a model does not state its own.
 IMAGENET_CONFIG = {
     "mean": (0.485, 0.456, 0.406),
@@ -51,19 +49,6 @@ def preprocessing_config(module: nn.Module) -> dict:
             )
         config[name] = values
     return config
-
-
-def parse_channels(name: str, value: object) -> tuple[float, ...] | None:
-    """Return `mean` or `std` as three numbers, None if it is none or outside CHANNEL_RANGES."""
-    try:
-        # On the CPU also where a model is built on the meta device, whose tensors have no values.
-        values = torch.as_tensor(value, dtype=torch.float64, device="cpu").flatten().tolist()
-    # as_tensor raises one of these, depending on what is no number.
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        return None
-    low = LEAST_STD if name == "std" else -MOST_CHANNEL
-    fits = len(values) == 3 and all(low <= value <= MOST_CHANNEL for value in values)
-    return tuple(values) if fits else None
 
 
 class Network(nn.Module):

@@ -34,7 +34,8 @@ from densefeed.storage.shards import absorb, finish, remove_shards, write_file
 from densefeed.system.errors import UserError
 from densefeed.system.leases import LEASE_SECONDS, Lease, LeaseLostError, Leases
 from densefeed.system.object_folder import Objects, open_objects
-from densefeed.system.object_store import ObjectURL, StorageError
+from densefeed.system.object_store import StorageError
+from densefeed.system.object_url import ObjectURL
 from densefeed.system.progress import tally
 from densefeed.system.terminal import print
 

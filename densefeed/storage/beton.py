@@ -28,14 +28,14 @@ import numpy as np
 
 from densefeed import native
 from densefeed.native import MAX_PIXELS
-from densefeed.storage.datasets import MOST_CLASSES
+from densefeed.storage.dataset_names import MOST_CLASSES
 from densefeed.storage.images import MaxPixels, limit_pixels
 from densefeed.storage.score_maps import ScoreMaps, find_faults
 from densefeed.system.devices import CORES
 from densefeed.system.errors import UserError
 from densefeed.system.files import name_errors
 from densefeed.system.json_files import parse_json
-from densefeed.system.object_store import check_local
+from densefeed.system.object_url import check_local
 from densefeed.system.options import Bounds
 from densefeed.system.prefetch import ordered_map
 from densefeed.system.progress import bar

@@ -49,7 +49,7 @@ from densefeed.storage.parquet_files import ParquetImages
 from densefeed.storage.tar_files import TarImages
 from densefeed.system.errors import UserError, explain_os_error, first_line
 from densefeed.system.files import find_path_fault, is_folder, open_regular, read_lines
-from densefeed.system.object_store import ObjectURL
+from densefeed.system.object_url import ObjectURL
 from densefeed.system.terminal import print
 
 if TYPE_CHECKING:

@@ -35,7 +35,8 @@ from densefeed.system.files import (
     replace_file,
 )
 from densefeed.system.json_files import parse_json
-from densefeed.system.object_store import ObjectStore, ObjectURL, StorageError, find_url
+from densefeed.system.object_store import ObjectStore, StorageError
+from densefeed.system.object_url import ObjectURL, find_url
 from densefeed.system.progress import bar
 from densefeed.system.terminal import print
 

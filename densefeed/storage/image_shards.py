@@ -51,7 +51,8 @@ from densefeed.storage.tar_index import TarIndex, index_tar
 from densefeed.system.errors import UserError
 from densefeed.system.files import find_path_fault, is_folder, read_lines
 from densefeed.system.json_files import parse_json
-from densefeed.system.object_store import ObjectURL, list_folder
+from densefeed.system.object_store import list_folder
+from densefeed.system.object_url import ObjectURL
 from densefeed.system.progress import bar
 from densefeed.system.terminal import print
 

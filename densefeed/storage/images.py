@@ -18,7 +18,7 @@ from densefeed.storage import datasets, tiff
 from densefeed.storage.geometry import LTRB
 from densefeed.storage.parquet_files import Blocks
 from densefeed.system.errors import UserError
-from densefeed.system.object_store import ObjectURL
+from densefeed.system.object_url import ObjectURL
 from densefeed.system.options import Count
 
 # Files whose byte size enters the fingerprint. A stat of every file of a network disk takes

@@ -25,13 +25,13 @@ from densefeed.system.files import find_path_fault
 from densefeed.system.object_ranges import FetchedFile
 from densefeed.system.object_store import (
     ObjectStore,
-    ObjectURL,
     StorageError,
     attempt,
     connect,
     list_folder,
     name_storage_errors,
 )
+from densefeed.system.object_url import ObjectURL
 from densefeed.system.terminal import print
 
 

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from densefeed.storage.datasets import MOST_CLASSES
+from densefeed.storage.dataset_names import MOST_CLASSES
 from densefeed.storage.geometry import TLBR, WHOLE, Footprint, teacher_window
 from densefeed.storage.images import Images, sample_evenly
 from densefeed.storage.score_maps import (

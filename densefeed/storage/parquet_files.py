@@ -18,7 +18,7 @@ import numpy as np
 
 from densefeed.storage.shard_file import ShardFile, find_state, open_shard
 from densefeed.system.errors import UserError, first_line
-from densefeed.system.object_store import ObjectURL
+from densefeed.system.object_url import ObjectURL
 
 if TYPE_CHECKING:
     import pyarrow as pa

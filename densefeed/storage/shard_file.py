@@ -14,7 +14,7 @@ from densefeed.system.object_ranges import (
     find_remote_file,
     read_range,
 )
-from densefeed.system.object_store import ObjectURL
+from densefeed.system.object_url import ObjectURL
 
 
 class ShardFile(NamedTuple):

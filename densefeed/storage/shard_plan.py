@@ -47,7 +47,7 @@ from densefeed.system.leases import FOLDER as LEASES
 from densefeed.system.leases import LEASE_SECONDS, list_holders
 from densefeed.system.object_folder import TEMPORARY as PARTS
 from densefeed.system.object_folder import ObjectFolder, Objects, open_objects
-from densefeed.system.object_store import ObjectURL
+from densefeed.system.object_url import ObjectURL
 from densefeed.system.options import Location
 from densefeed.system.terminal import print
 

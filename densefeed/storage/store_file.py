@@ -16,7 +16,7 @@ from reprlib import repr as shorten
 
 import numpy as np
 
-from densefeed.storage.datasets import MOST_CLASSES
+from densefeed.storage.dataset_names import MOST_CLASSES
 from densefeed.storage.hdf5_layout import Dataset, Layout, LayoutError, read_layout
 from densefeed.storage.row_codecs import Absent, Form, FormError
 from densefeed.system.errors import UserError, explain_os_error, first_line

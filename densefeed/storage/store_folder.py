@@ -24,7 +24,7 @@ from densefeed.storage.store_file import Arrays, StoreFile, StoreHeader
 from densefeed.system.errors import UserError
 from densefeed.system.files import allow_open_files, name_errors, open_regular
 from densefeed.system.json_files import read_json
-from densefeed.system.object_store import ObjectURL, find_url
+from densefeed.system.object_url import ObjectURL, find_url
 
 MANIFEST = "manifest.json"
 VERSION = 1

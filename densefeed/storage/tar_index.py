@@ -18,7 +18,7 @@ from densefeed.storage.tar_files import Member, read_members
 from densefeed.system.errors import UserError
 from densefeed.system.files import cache_folder, find_path_fault, make_folder, replace_file
 from densefeed.system.json_files import parse_json
-from densefeed.system.object_store import ObjectURL
+from densefeed.system.object_url import ObjectURL
 
 # Bytes of a label's `.cls` and `.json`.
 MOST_CLS, MOST_JSON = 32, 2**20

@@ -13,7 +13,8 @@ from uuid import uuid4
 
 from densefeed.system.errors import UserError
 from densefeed.system.files import make_folder, name_errors, name_once, replace_file, sync_folder
-from densefeed.system.object_store import ObjectStore, ObjectURL
+from densefeed.system.object_store import ObjectStore
+from densefeed.system.object_url import ObjectURL
 
 # Where files are written before they get their names. A process that is killed leaves them here.
 TEMPORARY = "parts"

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 from densefeed.system.errors import UserError
 from densefeed.system.files import SizedReader
 from densefeed.system.object_store import (
-    ObjectURL,
     StorageError,
     attempt,
     connect,
@@ -15,6 +14,7 @@ from densefeed.system.object_store import (
     list_folder,
     name_storage_errors,
 )
+from densefeed.system.object_url import ObjectURL
 
 
 class RemoteFile(NamedTuple):

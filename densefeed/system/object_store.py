@@ -19,16 +19,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, TypeVar
 
-from densefeed.system.errors import UserError, restore_url
+from densefeed.system.errors import UserError
 from densefeed.system.files import scratch_folder
+from densefeed.system.object_url import ObjectURL
 
 Result = TypeVar("Result")
 
-SCHEMES = ("s3", "gs", "az")
-BUCKET = re.compile(rf"({'|'.join(SCHEMES)})://[A-Za-z0-9][A-Za-z0-9._-]*")
 # A lease lasts 60 s: a renewal that takes longer is of no use.
 RETRIES = {
     "max_retries": 8,
@@ -100,78 +99,6 @@ class StorageError(UserError, OSError):
 
     It is an OSError too: code that tolerates a disk that fails for a while tolerates this.
     """
-
-
-class ObjectURL(str):
-    """A place in object storage: `s3://bucket/folder/name`, or `s3://bucket`.
-
-    It is no Path, which would write `s3:/bucket`. Raises UserError for another form.
-    """
-
-    __slots__ = ()
-
-    def __new__(cls, text: str) -> "ObjectURL":
-        """Check a URL; slashes at its end are dropped."""
-        text = text.rstrip("/")
-        # These may be credentials or a signature, which are not printed.
-        if re.search(r"[?#]|://[^/]*@", text):
-            raise UserError(
-                "a URL of object storage has no credentials and no ? or # in it; give credentials "
-                "in the environment"
-            )
-        bucket = BUCKET.match(text)
-        names = text[bucket.end() :].split("/") if bucket else ["x"]
-        if names[0] or {"", ".", ".."} & set(names[1:]):
-            raise UserError(f"{text} is no URL of object storage; write s3://BUCKET/FOLDER")
-        return super().__new__(cls, text)
-
-    def __truediv__(self, name: str) -> "ObjectURL":
-        return ObjectURL(f"{self}/{name}")
-
-    @property
-    def bucket(self) -> str:
-        """The URL of the bucket."""
-        return BUCKET.match(self)[0]
-
-    @property
-    def key(self) -> str:
-        """The name in the bucket; empty for the bucket itself."""
-        return self[len(self.bucket) + 1 :]
-
-    @property
-    def name(self) -> str:
-        """The last part, as of a Path."""
-        return self.rpartition("/")[2]
-
-    @property
-    def stem(self) -> str:
-        """The last part without its ending, as of a Path."""
-        return PurePosixPath(self.name).stem
-
-    @property
-    def parent(self) -> "ObjectURL":
-        """The folder that it lies in."""
-        return ObjectURL(self.rpartition("/")[0])
-
-
-def parse_location(text: str) -> Path | ObjectURL:
-    """Return the place that a word of the command line names: a URL, or a local path."""
-    return ObjectURL(text) if "://" in text else Path(text)
-
-
-def find_url(path: Path) -> ObjectURL | None:
-    """Return the URL that was read as a path, as by an option that takes only paths."""
-    url = restore_url(path)
-    return ObjectURL(url) if url else None
-
-
-def check_local(path: Path) -> None:
-    """Raise UserError for a URL that was read as a path, where only local files are read."""
-    if url := find_url(path):
-        raise UserError(
-            f"{url} is in object storage, which is not read here; copy it to a local disk and name "
-            "the copy"
-        )
 
 
 # ------------------------------------------------------------------------------------ requests

@@ -21,7 +21,7 @@ from typeguard import check_type as check
 from tyro.constructors import PrimitiveConstructorSpec
 
 from densefeed.system.errors import UserError
-from densefeed.system.object_store import ObjectURL, parse_location
+from densefeed.system.object_url import ObjectURL, parse_location
 
 Nested = TypeVar("Nested")
 

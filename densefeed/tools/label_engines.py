@@ -17,7 +17,7 @@ from densefeed.relabel.workers import WORK
 from densefeed.storage.shard_plan import Status, measure_status
 from densefeed.system.devices import count_cores
 from densefeed.system.errors import UserError
-from densefeed.system.object_store import ObjectURL
+from densefeed.system.object_url import ObjectURL
 from densefeed.system.progress import tally
 from densefeed.system.terminal import print
 

@@ -60,7 +60,7 @@ from densefeed.storage.row_codecs import Absent, Form
 from densefeed.storage.shard_plan import SHARD_IMAGES
 from densefeed.system.devices import THREADS, choose_rank_device
 from densefeed.system.errors import UserError, make_command
-from densefeed.system.object_store import ObjectURL
+from densefeed.system.object_url import ObjectURL
 from densefeed.system.options import Bounds, Count, Location, NonNegativeInt, Options
 from densefeed.system.terminal import print
 from densefeed.tools.label_engines import Engine, run_on_ray

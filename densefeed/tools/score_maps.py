@@ -21,7 +21,7 @@ from densefeed.storage.selection import select_maps
 from densefeed.storage.shard_plan import print_status, redo_images
 from densefeed.storage.shards import merge_folders
 from densefeed.system.errors import UserError, name_commands, run
-from densefeed.system.object_store import ObjectURL
+from densefeed.system.object_url import ObjectURL
 from densefeed.system.options import Location
 from densefeed.system.terminal import print
 

@@ -33,7 +33,8 @@ from densefeed.storage.shards import merge_folders
 from densefeed.storage.store_folder import MANIFEST
 from densefeed.system import errors
 from densefeed.system.errors import UserError
-from densefeed.system.object_store import ObjectStore, ObjectURL, StorageError, connect
+from densefeed.system.object_store import ObjectStore, StorageError, connect
+from densefeed.system.object_url import ObjectURL
 
 from ..object_storage import SECRET, cycle_faults, run_with
 from .test_workers import (

@@ -16,7 +16,7 @@ from densefeed.storage.beton import Extents
 from densefeed.storage.object_cache import GAP_SHARE, PAGE, CachedFiles, SampleCache
 from densefeed.system.errors import UserError
 from densefeed.system.object_ranges import RemoteFile
-from densefeed.system.object_store import ObjectURL
+from densefeed.system.object_url import ObjectURL
 
 FILE = ObjectURL("s3://bucket/train.beton")
 

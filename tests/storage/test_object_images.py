@@ -7,7 +7,8 @@ import torch
 from densefeed.relabel.teacher import Teacher
 from densefeed.storage.images import Images
 from densefeed.system.errors import UserError
-from densefeed.system.object_store import ObjectURL, connect
+from densefeed.system.object_store import connect
+from densefeed.system.object_url import ObjectURL
 from densefeed.tools.pack_dataset import Packing, main
 
 from ..object_storage import SECRET, cycle_faults

@@ -14,7 +14,7 @@ import pytest
 from densefeed.system import leases as module
 from densefeed.system.leases import Beat, LeaseLostError, Leases, lease_key, list_holders
 from densefeed.system.object_folder import ObjectFolder, open_objects
-from densefeed.system.object_store import ObjectURL
+from densefeed.system.object_url import ObjectURL
 
 from ..object_storage import run_with
 

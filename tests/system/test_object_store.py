@@ -19,14 +19,12 @@ from densefeed.system import object_store
 from densefeed.system.errors import UserError
 from densefeed.system.object_store import (
     ObjectStore,
-    ObjectURL,
     StorageError,
     connect,
     explain,
-    find_url,
     name_storage_errors,
-    parse_location,
 )
+from densefeed.system.object_url import ObjectURL, find_url, parse_location
 from densefeed.system.options import Location, Options, from_dict
 
 from ..object_storage import SECRET, cycle_faults, point_to
@@ -50,7 +48,7 @@ def test_a_url_has_a_bucket_and_a_key():
     "text", ["s3://", "s3:///x", "s3://b//x", "s3://b/../x", "s3://b/./x", "http://b/x", "b://x"]
 )
 def test_what_is_no_url_of_object_storage_is_refused(text):
-    with pytest.raises(UserError, match="is no URL of object storage; write s3://BUCKET/FOLDER"):
+    with pytest.raises(UserError, match="is not a URL of object storage; write s3://BUCKET/FOLDER"):
         parse_location(text)
 
 

@@ -233,7 +233,7 @@ def test_a_wrapped_model_gives_the_same_loss(loader):
         (dict(rand_augment=9), "--rand-augment is 9, and must be text"),
         (dict(rand_augment="foo"), "--rand-augment 'foo' is not a RandAugment string"),
         (dict(token_weight=True), "--token-weight is True, and must be a number"),
-        (dict(erase_mode="rand"), "--erase-mode has no effect without --erase-probability"),
+        (dict(shift_border="black"), "--shift-border has no effect without --shift"),
     ],
 )
 def test_misspelled_words_are_refused(loader, options, message):

@@ -8,14 +8,18 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from graphlib import TopologicalSorter
+from importlib import import_module
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+import tyro
 
+from densefeed.system.devices import DeviceOptions, ThreadOptions
+from densefeed.system.options import hints, leaf_name, leaves, metadata
 from densefeed.training.config import Config
 
 ROOT = Path(__file__).parent.parent
@@ -172,6 +176,7 @@ SECTIONS = list(sections(Config()))
     [
         *((Path(inspect.getfile(section)), section.__name__) for section in SECTIONS),
         *map(options_of, COMMANDS),
+        *((Path(inspect.getfile(one)), one.__name__) for one in (ThreadOptions, DeviceOptions)),
     ],
     ids=lambda value: value if isinstance(value, str) else value.stem,
 )
@@ -196,6 +201,34 @@ def test_every_option_has_a_help_text(path, name):
         rest = lines[field.lineno - 1][field.end_col_offset :]
         beside = field.lineno == field.end_lineno and "#" in rest
         assert beside or lines[field.lineno - 2].lstrip().startswith("#"), field.target.id
+
+
+def find_unexplained(names: Iterable[str]) -> list[str]:
+    """The options that no page names, as `--option`, `--no-option` or in `option=value`."""
+    paths = [ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    text = "\n".join(path.read_text() for path in paths)
+    known = set(re.findall(r"--(?:no-)?([a-z][a-z0-9-]*)", text))
+    known |= {name.replace("_", "-") for name in re.findall(r"\b([a-z_]+)=", text)}
+    return [name for name in names if name.replace("_", "-") not in known]
+
+
+def test_every_option_of_train_is_on_a_page():
+    names = {name for name, _ in leaves(Config())} - {"drloc_pairs", "max_skips"}
+    assert not find_unexplained(names)
+    assert len(names) <= 95
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.stem)
+def test_every_option_of_a_command_is_on_a_page(path):
+    path, name = options_of(path)
+    options = getattr(import_module(module_name(path)), name)
+    names = (
+        leaf_name(field, hint)
+        for field, hint in hints(options).items()
+        # What is given without its name.
+        if tyro.conf.Positional[str].__metadata__[0] not in metadata(hint)
+    )
+    assert not find_unexplained(names)
 
 
 def test_every_console_script_exists():

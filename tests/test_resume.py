@@ -33,7 +33,6 @@ TIMINGS = {"images_per_s", "mfu", "data_wait_share", "peak_memory_gb"}
 EVERYTHING = dict(
     rand_augment="rand-m9-mstd0.5-inc1",
     erase_probability=0.5,
-    erase_count=2,
     microbatch=2,
     clip_grad=0.5,
     multi_scale=(48, 64),

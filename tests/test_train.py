@@ -63,17 +63,15 @@ def config(packed, out, **fields):
         dict(order="blocks"),
         dict(mixtoken=True),
         dict(mixtoken=True, mix_label="regions"),
-        dict(cutmix=1.0, mixup=0.8, mix_prob=0.8),
+        dict(cutmix=1.0, mixup=0.8),
         dict(mixtoken=True, mixup=0.8),
         dict(mixtoken=True, mixup=0.8, mix_label="regions", objective="relabel"),
         dict(cutmix=1.0, mix_label="regions"),
         dict(cutmix=1.0, objective="ce"),
         dict(model="nfnet_micro", objective="relabel", cutmix=1.0, mix_label="regions"),
-        dict(
-            rand_augment="rand-m9-mstd0.5-inc1", erase_probability=0.5, erase_count=2, mixtoken=True
-        ),
+        dict(rand_augment="rand-m9-mstd0.5-inc1", erase_probability=0.5, mixtoken=True),
         dict(color_jitter=(0.4,)),
-        dict(color_jitter=(0.4, 0.4, 0.4, 0.1), erase_probability=0.5, erase_mode="rand"),
+        dict(color_jitter=(0.4, 0.4, 0.4, 0.1), erase_probability=0.5),
         dict(
             geometry="published",
             outside="uniform",
@@ -568,7 +566,6 @@ def test_third_party_checkpoint_is_not_resumed(packed, tmp_path):
         (dict(smoothing=2.0), "--smoothing is 2, and must be from 0 to 0.999"),
         (dict(device="foo"), "--device foo cannot be used here"),
         (dict(mixtoken=True, cutmix=1.0), "MixToken already exchanges a box in every step"),
-        (dict(mix_prob=1.5, mixup=0.8), "--mix-prob is 1.5, and must be from 0 to 1"),
         (dict(objective="ce", mix_label="regions"), "pools dense labels"),
         (
             dict(ground_truth="intended", mixtoken=True, mix_label="regions"),
@@ -586,7 +583,6 @@ def test_third_party_checkpoint_is_not_resumed(packed, tmp_path):
         (dict(color_jitter=(1e308,)), "must be from 0 to 10"),
         (dict(color_jitter=(float("nan"),)), "must be from 0 to 10"),
         (dict(color_jitter=(0.1, 0.1, 0.1, 0.6)), "at most 0.5"),
-        (dict(erase_count=101), "--erase-count is 101, and must be from 1 to 100"),
         (dict(rand_augment="rand-m9-n101"), "is 101 operations per image; lower"),
         (
             dict(color_jitter=(0.4,), rand_augment="rand-m9"),

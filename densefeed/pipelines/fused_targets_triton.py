@@ -17,9 +17,22 @@ THROUGH, VISIBLE, CELLS, WEIGHT, PLACE = (tl.constexpr(n) for n in (6, 12, 16, 2
 
 @triton.jit
 def palette_kernel(
-    map_class, map_logit, map_lse, rank, palette, slot, value, share, cells, top_k, classes, size,
-    temperature, TAIL: tl.constexpr, SOFTENED: tl.constexpr,
-):  # fmt: skip
+    map_class,
+    map_logit,
+    map_lse,
+    rank,
+    palette,
+    slot,
+    value,
+    share,
+    cells,
+    top_k,
+    classes,
+    size,
+    temperature,
+    TAIL: tl.constexpr,
+    SOFTENED: tl.constexpr,
+):
     """Write an image's palette, the slot of every entry, its value, and the share of the others.
 
     `rank` is memory for a number per class: 1 where the map has it, then its place among those.
@@ -61,16 +74,34 @@ def palette_kernel(
     for start in range(0, cells, BLOCK):
         cell = start + tl.arange(0, BLOCK)
         write_values(
-            map_logit, map_lse, value, share, image * cells + cell, cell < cells, top_k, classes,
-            temperature, TAIL, SOFTENED,
-        )  # fmt: skip
+            map_logit,
+            map_lse,
+            value,
+            share,
+            image * cells + cell,
+            cell < cells,
+            top_k,
+            classes,
+            temperature,
+            TAIL,
+            SOFTENED,
+        )
 
 
 @triton.jit
 def write_values(
-    map_logit, map_lse, value, share, cell, inside, top_k, classes, temperature,
-    TAIL: tl.constexpr, SOFTENED: tl.constexpr,
-):  # fmt: skip
+    map_logit,
+    map_lse,
+    value,
+    share,
+    cell,
+    inside,
+    top_k,
+    classes,
+    temperature,
+    TAIL: tl.constexpr,
+    SOFTENED: tl.constexpr,
+):
     """Write the entries of cells as they are pooled: `palette_maps` and `apply_temperature`."""
     first = cell * top_k
     if TAIL:
@@ -138,10 +169,32 @@ def count_samples(column, cells, most):
 
 @triton.jit
 def pool_kernel(
-    slot, value, share, place, extra, base, weight, total, side, top_k, classes, slots, grid_rows,
-    grid_columns, most, margin, edge, on, off, sums_to, TAIL: tl.constexpr, UNIFORM: tl.constexpr,
-    WHOLE: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
+    slot,
+    value,
+    share,
+    place,
+    extra,
+    base,
+    weight,
+    total,
+    side,
+    top_k,
+    classes,
+    slots,
+    grid_rows,
+    grid_columns,
+    most,
+    margin,
+    edge,
+    on,
+    off,
+    sums_to,
+    TAIL: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ROWS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
     """Write the targets of ROWS tokens of an image.
 
     WHOLE: of its only token. Then the rows are samples of that token, and are added at the end.
@@ -197,17 +250,48 @@ def pool_kernel(
     known = hits / (count_x * count_y)
     divisor = tl.zeros_like(hits) + count_x * count_y if UNIFORM else tl.maximum(hits, 1.0)
     write_targets(
-        pooled / divisor[:, None], pooled_share / divisor, known, row < tokens,
-        image * tokens + row, column, tl.load(place + WEIGHT), extra, base, weight, total,
-        classes, slots, on, off, sums_to, TAIL, UNIFORM,
-    )  # fmt: skip
+        pooled / divisor[:, None],
+        pooled_share / divisor,
+        known,
+        row < tokens,
+        image * tokens + row,
+        column,
+        tl.load(place + WEIGHT),
+        extra,
+        base,
+        weight,
+        total,
+        classes,
+        slots,
+        on,
+        off,
+        sums_to,
+        TAIL,
+        UNIFORM,
+    )
 
 
 @triton.jit
 def write_targets(
-    pooled, pooled_share, known, inside, row, column, image_weight, extra, base, weight, total,
-    classes, slots, on, off, sums_to, TAIL: tl.constexpr, UNIFORM: tl.constexpr,
-):  # fmt: skip
+    pooled,
+    pooled_share,
+    known,
+    inside,
+    row,
+    column,
+    image_weight,
+    extra,
+    base,
+    weight,
+    total,
+    classes,
+    slots,
+    on,
+    off,
+    sums_to,
+    TAIL: tl.constexpr,
+    UNIFORM: tl.constexpr,
+):
     """Write rows of SparseTargets from means over their samples."""
     if TAIL:
         rest = pooled_share

@@ -17,7 +17,7 @@ from densefeed.pipelines.shapes import Grid, Shape, split_grid
 from densefeed.pipelines.targets import SparseTargets
 from densefeed.system.devices import send
 from densefeed.system.errors import UserError
-from densefeed.system.options import Fraction, NonNegative, Options
+from densefeed.system.options import NonNegative, Options
 
 # N images   T = R * C tokens   M palette   H, W pixels of the input
 # R x C, the grid of tokens: rows and columns, or the side of a square
@@ -44,8 +44,8 @@ class MixOptions(Options):
     """What is mixed with the partner image.
 
     MixToken together with CutMix is refused: their two boxes would need a label each. With
-    CutMix and MixUp, one of the two is drawn for each step, as in timm. MixToken may follow MixUp
-    (LV-ViT, arXiv 2104.10858, Table 7, third row).
+    CutMix and MixUp, each step draws one of the two, with equal chances, as in timm. MixToken may
+    follow MixUp (LV-ViT, arXiv 2104.10858, Table 7, third row).
     """
 
     # exchange a box of tokens with the partner image in every step (arXiv 2104.10858, section 3.2)
@@ -54,8 +54,6 @@ class MixOptions(Options):
     cutmix: NonNegative = 0.0
     # alpha of MixUp (arXiv 1710.09412), which blends images; 0: none
     mixup: NonNegative = 0.0
-    mix_prob: Fraction = 1.0  # fraction of the steps that CutMix or MixUp mix
-    switch_prob: Fraction = 0.5  # with both, the fraction of those steps that are CutMix
     # dense label of a mixed image: both labels by area, or the mean over the regions it shows
     mix_label: Literal["area", "regions"] = "area"
 
@@ -67,14 +65,7 @@ class MixOptions(Options):
             )
 
     def unused(self) -> dict[str, str]:
-        found = {}
-        if not (self.cutmix and self.mixup):
-            found["switch_prob"] = "--cutmix and --mixup"
-        if not (self.cutmix or self.mixup):
-            found["mix_prob"] = "--cutmix or --mixup"
-        if not self:
-            found["mix_label"] = "--mixtoken, --cutmix or --mixup"
-        return found
+        return {} if self else {"mix_label": "--mixtoken, --cutmix or --mixup"}
 
     def __bool__(self) -> bool:
         return bool(self.mixtoken or self.cutmix or self.mixup)
@@ -93,11 +84,9 @@ class Mixing(NamedTuple):
         (MixToken).
         """
         plan, options, box, blend = self.plan, self.options, (0, 0, 0, 0), 0.0
-        mixes, switch = plan.mix_switches(epoch, step)
-        mixed = mixes < options.mix_prob
-        if mixed and options.cutmix and (not options.mixup or switch < options.switch_prob):
+        if options.cutmix and (not options.mixup or plan.mix_switch(epoch, step) < 0.5):
             box = plan.mix_box(epoch, step, size, kept=plan.beta(epoch, step, options.cutmix))
-        elif mixed and options.mixup:
+        elif options.mixup:
             # MixUp's lambda is the image's own share, `blend` is its partner's.
             blend = 1 - plan.beta(epoch, step, options.mixup)
         if options.mixtoken:

@@ -10,7 +10,6 @@ import torch
 import tyro
 from tyro.conf import arg
 
-from densefeed.native import MAX_PIXELS
 from densefeed.pipelines.dali import DaliLoader
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
@@ -26,19 +25,20 @@ from densefeed.pipelines.shapes import (
 )
 from densefeed.storage.fetch import make_local
 from densefeed.storage.geometry import LEAST_CROP
-from densefeed.storage.images import MaxPixels, limit_pixels
-from densefeed.system.devices import THREADS, free_memory
+from densefeed.storage.images import DecodeOptions, limit_pixels
+from densefeed.system.devices import ThreadOptions, free_memory
 from densefeed.system.errors import UserError
 from densefeed.system.files import cache_folder
 from densefeed.system.object_url import ObjectURL, check_local
-from densefeed.system.options import Bounds, Count, Fraction, Location, NonNegativeInt, Options
+from densefeed.system.options import Bounds, Count, Fraction, Location, NonNegativeInt, own_first
 
 Mode = Literal["train", "evaluate"]
 Filter = Literal["bilinear", "bicubic"]
 
 
+@own_first
 @dataclass(frozen=True, kw_only=True)
-class DataOptions(Options):
+class DataOptions(DecodeOptions, ThreadOptions):
     """The section `data` of a run's options."""
 
     # training set: a folder of class folders; with --loader ffcv or dali a .beton or 'a-*.beton',
@@ -57,8 +57,6 @@ class DataOptions(Options):
     maps_on_device: bool = False
     # folder: folders of images; ffcv: .beton files; dali: either, decoded by NVIDIA DALI
     loader: str = "folder"
-    threads: Count = THREADS  # decoding threads of each rank
-    max_pixels: MaxPixels = MAX_PIXELS
     # stop at an unreadable sample, or skip and count it
     on_bad_sample: Literal["raise", "skip"] = "raise"
     # order of the training set; blocks reads runs of storage, for disks and network file systems

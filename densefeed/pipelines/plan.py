@@ -390,9 +390,9 @@ class EpochPlan:
         (top, bottom), (left, right) = ends
         return top, left, bottom, right
 
-    def mix_switches(self, epoch: int, step: int) -> tuple[float, float]:
-        """Draw a step's two uniform numbers in [0, 1): whether it is mixed, and by which method."""
-        return tuple(self.draws(epoch, step, MIX, (4, 5))[:, 0].tolist())
+    def mix_switch(self, epoch: int, step: int) -> float:
+        """Draw a step's uniform number in [0, 1) that chooses between CutMix and MixUp."""
+        return float(self.draws(epoch, step, MIX, (5,))[0, 0])
 
     def beta(self, epoch: int, step: int, alpha: float) -> float:
         """Draw a number from Beta(alpha, alpha) for a step.
@@ -400,7 +400,7 @@ class EpochPlan:
         numpy's generator draws it, seeded by the plan: the fixed number of uniforms of a counter
         does not suffice for every alpha.
         """
-        # Block 2 of the stream: mix_box reads block 0, mix_switches block 1.
+        # Block 2 of the stream: mix_box reads block 0, mix_switch block 1.
         words = philox(self.seed, (epoch, step, MIX, 2))
         generator = np.random.Generator(np.random.PCG64([int(word) for word in words]))
         return float(generator.beta(alpha, alpha))

@@ -6,6 +6,7 @@ import math
 import struct
 import warnings
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
@@ -19,7 +20,7 @@ from densefeed.storage.geometry import LTRB
 from densefeed.storage.parquet_files import Blocks
 from densefeed.system.errors import UserError
 from densefeed.system.object_url import ObjectURL
-from densefeed.system.options import Count
+from densefeed.system.options import Count, Options
 
 # Files whose byte size enters the fingerprint. A stat of every file of a network disk takes
 # minutes.
@@ -42,7 +43,6 @@ TILE_WIDTH, TILE_LENGTH = 322, 323
 
 # Bytes of sampled files by their rows; None for one that cannot be opened.
 FileSizes = dict[int, int | None]
-# The option of every command that decodes images.
 MaxPixels = Annotated[
     Count,
     tyro.conf.arg(
@@ -50,6 +50,14 @@ MaxPixels = Annotated[
         "above the default; memory is 3 to 10 bytes each"
     ),
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeOptions(Options):
+    """The option of every command that decodes images."""
+
+    max_pixels: MaxPixels = native.MAX_PIXELS
+
 
 max_pixels = native.MAX_PIXELS
 # Pillow warns above half of its limit. Here an image is either read or refused.

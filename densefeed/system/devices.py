@@ -4,11 +4,13 @@ import importlib.util
 import os
 import resource
 import sys
+from dataclasses import dataclass
 
 import torch
 from torch.compiler import config as compiler
 
 from densefeed.system.errors import UserError, first_line
+from densefeed.system.options import Count, Options
 
 
 def count_cores() -> int:
@@ -23,6 +25,20 @@ CORES = count_cores()
 # Decoding threads of a rank. torchrun sets LOCAL_WORLD_SIZE: the ranks of a machine share
 # its cores.
 THREADS = max(1, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThreadOptions(Options):
+    """The option of every command that reads images in threads."""
+
+    threads: Count = THREADS  # threads of each rank that read and decode images
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceOptions(Options):
+    """The option of every command that runs a network."""
+
+    device: str = "auto"  # auto: cuda if there is one, else cpu
 
 
 # A constant, because torch.compile of PyTorch 2.11 warns of a call of a cached function.

@@ -24,6 +24,7 @@ from densefeed.system.errors import UserError
 from densefeed.system.object_url import ObjectURL, parse_location
 
 Nested = TypeVar("Nested")
+Class = TypeVar("Class", bound=type)
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,14 @@ class Options:
         Both as on the command line, the leaf with underscores: `{"momentum": "--optimizer sgd"}`.
         """
         return {}
+
+
+def own_first(options: Class) -> Class:
+    """Order the fields of a dataclass for --help: its own, then those that it inherits."""
+    fields = options.__dataclass_fields__
+    own = {name: fields[name] for name in options.__annotations__}
+    options.__dataclass_fields__ = own | fields
+    return options
 
 
 def check_type(name: str, hint: Any, value: Any) -> None:

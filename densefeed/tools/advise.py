@@ -39,11 +39,11 @@ from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.open import LOADERS, DataOptions, open_dataset
 from densefeed.recipes import RECIPES
 from densefeed.step import Step
-from densefeed.storage.images import MaxPixels
+from densefeed.storage.images import DecodeOptions
 from densefeed.system.devices import CORES, choose_device, synchronize
 from densefeed.system.errors import UserError, is_out_of_memory, make_command
 from densefeed.system.malloc import tune_malloc
-from densefeed.system.options import Count, NonNegativeInt, Options, flag, with_options
+from densefeed.system.options import Count, NonNegativeInt, flag, own_first, with_options
 from densefeed.system.progress import steps_bar
 from densefeed.system.provenance import check_replaceable, environment, write_json
 from densefeed.system.terminal import print, print_table
@@ -76,8 +76,9 @@ BUSY = 0.5
 EQUAL = 0.98
 
 
+@own_first
 @dataclass(frozen=True, kw_only=True)
-class AdviceOptions(Options):
+class AdviceOptions(DecodeOptions):
     """The training to give advice for."""
 
     data: Path  # the training set: a .beton, 'a-*.beton', or a folder of class folders
@@ -89,7 +90,6 @@ class AdviceOptions(Options):
     microbatch: NonNegativeInt = 0  # images per forward pass, to save memory; 0: all of a batch
     size: Count = 224  # side of the network's input, pixels
     threads: tuple[int, ...] = ()  # numbers of decoding threads to try; default: 1, 2, 4, ..., all
-    max_pixels: MaxPixels = MAX_PIXELS
     json: Path | None = None  # write all measurements to this JSON file
 
 

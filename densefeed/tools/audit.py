@@ -23,17 +23,16 @@ import tyro
 from markupsafe import Markup
 from PIL import Image
 
-from densefeed.native import MAX_PIXELS
 from densefeed.relabel.audit import AuditResult, audit, class_name
 from densefeed.relabel.reference_match import ORIENTATIONS, References
 from densefeed.relabel.teacher import Teacher
-from densefeed.storage.images import Images, MaxPixels, decode, limit_pixels
+from densefeed.storage.images import DecodeOptions, Images, decode, limit_pixels
 from densefeed.storage.row_codecs import cell_targets
 from densefeed.storage.store_folder import open_rows, read_manifest
-from densefeed.system.devices import CORES, choose_device
+from densefeed.system.devices import DeviceOptions, ThreadOptions, choose_device
 from densefeed.system.errors import UserError, first_line, make_command
 from densefeed.system.files import check_ending, replace_file
-from densefeed.system.options import Bounds, Count, Options
+from densefeed.system.options import Bounds, own_first
 from densefeed.system.provenance import check_replaceable, write_json
 from densefeed.system.terminal import escape_controls, print
 from densefeed.tools.load_teacher import load_network
@@ -81,8 +80,9 @@ TEMPLATES = jinja2.Environment(
 VERDICTS = {"fault": "Fault", "warning": "Warning", "unchecked": "Not checked", "sound": "Sound"}
 
 
+@own_first
 @dataclass(frozen=True, kw_only=True)
-class AuditOptions(Options):
+class AuditOptions(DecodeOptions, ThreadOptions, DeviceOptions):
     """Score maps to audit, and what to compare them with."""
 
     maps: tyro.conf.Positional[Path]  # score maps: an HDF5 file, or a folder of shards
@@ -100,9 +100,6 @@ class AuditOptions(Options):
     images: Annotated[int, Bounds(2)] = 300  # images shown to the reference
     # read all rows of a file of more than 100,000, of which otherwise 20,480 are read
     every_row: bool = False
-    max_pixels: MaxPixels = MAX_PIXELS
-    threads: Count = CORES  # decoding threads
-    device: str = "auto"  # device of the reference; auto: cuda if there is one, else cpu
 
 
 def main(options: AuditOptions) -> None:

@@ -34,22 +34,21 @@ from densefeed.explain.capture import TokenLayout
 from densefeed.explain.features import feature_picture
 from densefeed.explain.refusals import group_refusals
 from densefeed.models.model_spec import ModelSpec, is_registered
-from densefeed.native import MAX_PIXELS
 from densefeed.pipelines.augment.augmentation import Normalize
 from densefeed.pipelines.batch import crop_batch
 from densefeed.pipelines.folder import map_spec
 from densefeed.pipelines.plan import RankRows
 from densefeed.storage.geometry import LEAST_CROP, center_box
 from densefeed.storage.images import (
+    DecodeOptions,
     Images,
-    MaxPixels,
     decode,
     limit_pixels,
     read_encoded,
     sample_evenly,
 )
 from densefeed.storage.score_maps import ScoreMapStore
-from densefeed.system.devices import choose_device
+from densefeed.system.devices import DeviceOptions, choose_device
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import (
     check_ending,
@@ -58,7 +57,7 @@ from densefeed.system.files import (
     open_regular,
     replace_file,
 )
-from densefeed.system.options import Bounds, Count, NonNegativeInt, Options
+from densefeed.system.options import Bounds, Count, NonNegativeInt, own_first
 from densefeed.system.progress import steps_bar
 from densefeed.system.terminal import escape_controls, print
 from densefeed.tools.audit import TEMPLATES, picture
@@ -91,8 +90,9 @@ LISTED = 5
 GRID = 14
 
 
+@own_first
 @dataclass(frozen=True, kw_only=True)
-class Explanations(Options):
+class Explanations(DecodeOptions, DeviceOptions):
     """The model, the images and what to show of them."""
 
     # a run folder of train.py, a checkpoint, or timm's name of a model with published weights
@@ -115,8 +115,6 @@ class Explanations(Options):
     # model, or the name of a network that was trained beside it, e.g. agent; it has no EMA weights
     network: str = "model"
     batch: Count = 4  # images at once
-    max_pixels: MaxPixels = MAX_PIXELS
-    device: str = "auto"  # auto: cuda if it is available, else cpu
 
 
 class ImageFile(NamedTuple):

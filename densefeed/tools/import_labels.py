@@ -24,11 +24,10 @@ from typing import Literal
 
 import numpy as np
 
-from densefeed.native import MAX_PIXELS
 from densefeed.relabel.audit import audit, neighbors
 from densefeed.relabel.reference_match import FOOTPRINT_WORDS, References, find_layout, look
 from densefeed.storage.geometry import Footprint
-from densefeed.storage.images import Images, MaxPixels, limit_pixels
+from densefeed.storage.images import DecodeOptions, Images, limit_pixels
 from densefeed.storage.packs import (
     FIRST_DOT,
     PUBLISHED,
@@ -43,16 +42,17 @@ from densefeed.storage.packs import (
 )
 from densefeed.storage.row_codecs import ScoreMaps
 from densefeed.storage.tensor_files import TensorFiles
-from densefeed.system.devices import CORES
+from densefeed.system.devices import ThreadOptions
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import check_absent, check_ending
-from densefeed.system.options import Count, NonNegativeInt, Options
+from densefeed.system.options import NonNegativeInt, own_first
 from densefeed.system.terminal import print
 from densefeed.tools.audit import load_references, print_checks, raise_on_faults
 
 
+@own_first
 @dataclass(frozen=True, kw_only=True)
-class Import(Options):
+class Import(DecodeOptions, ThreadOptions):
     """The score maps to import, and what is known about them."""
 
     labels: Path  # the score maps: a folder of class folders with .pt or .npy files
@@ -68,8 +68,6 @@ class Import(Options):
     # if an image has no usable map: write no file, or give every cell the image's own label
     missing: Literal["raise", "label"] = "raise"
     problems: Path | None = None  # text file to write: every image without a usable map, and why
-    max_pixels: MaxPixels = MAX_PIXELS
-    threads: Count = CORES  # threads that read files
     # a model to compare the maps with: a timm model, a checkpoint, or a run folder of train.py
     reference: str = ""
     reference_model: str = ""  # timm's name of the reference, for a checkpoint without it

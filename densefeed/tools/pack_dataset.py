@@ -46,17 +46,16 @@ import tyro
 from PIL import Image
 
 from densefeed import native
-from densefeed.native import MAX_PIXELS
 from densefeed.pipelines.folder import score_map_spec
 from densefeed.storage import indexed_jpeg
 from densefeed.storage.beton import JPEG, PAGE, PLANES, RAW, map_arrays, map_fields
 from densefeed.storage.beton_writer import FAILED, PACKED, BetonWriter, Sample
 from densefeed.storage.fetch import make_local
-from densefeed.storage.images import Images, MaxPixels, decode, limit_pixels
+from densefeed.storage.images import DecodeOptions, Images, decode, limit_pixels
 from densefeed.storage.score_maps import ScoreMapStore
-from densefeed.system.devices import CORES
+from densefeed.system.devices import ThreadOptions
 from densefeed.system.errors import UserError, explain_os_error, make_command
-from densefeed.system.options import Bounds, Count, Location, NonNegativeInt, Options
+from densefeed.system.options import Bounds, Location, NonNegativeInt, own_first
 from densefeed.system.prefetch import ordered_map
 from densefeed.system.progress import bar
 from densefeed.system.terminal import print
@@ -71,8 +70,9 @@ MOST_SIDE = 2**16 - 1
 KEPT, ENCODED, PIXELS = 0, 1, 2
 
 
+@own_first
 @dataclass(frozen=True, kw_only=True)
-class Packing(Options):
+class Packing(DecodeOptions, ThreadOptions):
     """The images to pack, and how."""
 
     # folder that holds train/ and val/, folder of class folders, or of tar or Parquet files, all
@@ -93,8 +93,6 @@ class Packing(Options):
     form: Literal["jpeg", "planes"] = "jpeg"
     # transcode JPEGs losslessly with an index of their segments, which makes crops faster to decode
     index: bool = True
-    max_pixels: MaxPixels = MAX_PIXELS
-    threads: Count = CORES  # threads that read and check images
     # if an image cannot be packed: write no file, or a file without it
     on_bad_sample: Literal["raise", "skip"] = "raise"
 

@@ -46,7 +46,6 @@ from typing import Annotated, Literal
 import torch
 from tyro.conf import UseAppendAction
 
-from densefeed.native import MAX_PIXELS
 from densefeed.relabel.audit import measure_accuracy
 from densefeed.relabel.estimates import estimate_pass
 from densefeed.relabel.labeling import Pass, begin_pass
@@ -54,21 +53,22 @@ from densefeed.relabel.rendering import NativeRender
 from densefeed.relabel.scoring import Compile, Precision, choose_compile
 from densefeed.relabel.workers import ALL, Share, label
 from densefeed.storage.geometry import Geometry
-from densefeed.storage.images import Images, MaxPixels, limit_pixels
+from densefeed.storage.images import DecodeOptions, Images, limit_pixels
 from densefeed.storage.maintenance import summary
 from densefeed.storage.row_codecs import Absent, Form
 from densefeed.storage.shard_plan import SHARD_IMAGES
-from densefeed.system.devices import THREADS, choose_rank_device
+from densefeed.system.devices import DeviceOptions, ThreadOptions, choose_rank_device
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.object_url import ObjectURL
-from densefeed.system.options import Bounds, Count, Location, NonNegativeInt, Options
+from densefeed.system.options import Bounds, Count, Location, NonNegativeInt, own_first
 from densefeed.system.terminal import print
 from densefeed.tools.label_engines import Engine, run_on_ray
 from densefeed.tools.load_teacher import load_teacher
 
 
+@own_first
 @dataclass(frozen=True, kw_only=True)
-class Labeling(Options):
+class Labeling(DecodeOptions, ThreadOptions, DeviceOptions):
     """Images to label, and the teacher."""
 
     # images: the folder that holds train/ and val/, a folder of class folders, or of tar or Parquet
@@ -100,9 +100,6 @@ class Labeling(Options):
     split: str = "train"  # split of the dataset
     # images per forward pass; auto: the largest power of two that fits, 32 on a CPU
     batch: int | Literal["auto"] = "auto"
-    max_pixels: MaxPixels = MAX_PIXELS
-    threads: Count = THREADS  # decoding threads of each rank
-    device: str = "auto"  # auto: cuda if there is one, else cpu
     precision: Precision = "auto"  # auto: bf16 on GPUs that have it, else fp32
     compile: Compile = "auto"  # torch.compile of the teacher; auto: on a GPU whole, on a CPU never
     # JPEG decoder; native uses pillow for files that it does not read

@@ -43,19 +43,18 @@ from timm.data import RealLabelsImagenet
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from densefeed.native import MAX_PIXELS
 from densefeed.pipelines.augment.augmentation import Normalize
 from densefeed.pipelines.batch import to_device
 from densefeed.pipelines.loader import Source, ThreadedLoader
 from densefeed.pipelines.open import Filter, find_loader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.storage.geometry import LEAST_CROP
-from densefeed.storage.images import MaxPixels, limit_pixels
-from densefeed.system.devices import CORES, choose_device, synchronize
+from densefeed.storage.images import DecodeOptions, limit_pixels
+from densefeed.system.devices import DeviceOptions, ThreadOptions, choose_device, synchronize
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import check_ending
 from densefeed.system.json_files import read_json
-from densefeed.system.options import Bounds, Count, Options
+from densefeed.system.options import Bounds, Count, own_first
 from densefeed.system.progress import bar
 from densefeed.system.provenance import check_replaceable, environment, write_json
 from densefeed.system.terminal import escape_controls, print_table
@@ -71,8 +70,9 @@ CHUNK = 1024
 MODEL_SECONDS = 1.0
 
 
+@own_first
 @dataclass(frozen=True, kw_only=True)
-class Validation(Options):
+class Validation(DecodeOptions, ThreadOptions, DeviceOptions):
     """The model and the data to evaluate it on."""
 
     checkpoint: tyro.conf.Positional[Path]  # a checkpoint, or a run folder of train.py
@@ -89,9 +89,6 @@ class Validation(Options):
     model: str = ""  # timm's name of the model, for a checkpoint that does not contain it
     real: str = ""  # ReaL labels: path of real.json, or `timm` for the copy in timm
     batch: Count = 128  # images per forward pass
-    threads: Count = CORES  # decoding threads
-    max_pixels: MaxPixels = MAX_PIXELS
-    device: str = "auto"  # auto: cuda if it is available, else cpu
     # auto: bf16 autocast on CUDA, float32 on a CPU
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     json: Path | None = None  # write the result to this JSON file

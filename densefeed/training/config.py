@@ -16,6 +16,7 @@ from densefeed.pipelines.augment.settings import Augment
 from densefeed.pipelines.mixing import MixOptions
 from densefeed.pipelines.open import DataOptions
 from densefeed.pipelines.targets import TargetRules
+from densefeed.system.devices import DeviceOptions
 from densefeed.system.errors import UserError
 from densefeed.system.options import (
     Bounds,
@@ -26,6 +27,7 @@ from densefeed.system.options import (
     Options,
     from_dict,
     leaves,
+    own_first,
     parse_arguments,
 )
 from densefeed.training.optimizers import check_optimizer, has_momentum
@@ -117,14 +119,14 @@ class OptimOptions(Options):
         return self.lr * self.batch / self.lr_batch
 
 
+@own_first
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(Options):
+class RunOptions(DeviceOptions):
     """The section `run`: where and how a run computes, saves and logs."""
 
     out: Path = tyro.MISSING  # run folder: config, metrics, checkpoints
     # seed of weights, order, crops and mixing
     seed: Annotated[int, Bounds(0, 2**63 - 1)] = 0
-    device: str = "auto"  # auto: cuda if there is one, else cpu
     # auto: bf16 autocast on CUDA, float32 on a CPU
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     # torch.compile: blocks: each block once, and the loss; whole: all as one graph; graph: the

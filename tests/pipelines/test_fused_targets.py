@@ -173,9 +173,13 @@ CONSTANTS = {
     "palette_kernel": {"TAIL": True, "SOFTENED": True},
     "pool_kernel": {"TAIL": True, "UNIFORM": False, "WHOLE": False, "ROWS": 8, "SLOTS": 64},
     "pool_kernel of one token": {
-        "TAIL": False, "UNIFORM": True, "WHOLE": True, "ROWS": 2, "SLOTS": 256
+        "TAIL": False,
+        "UNIFORM": True,
+        "WHOLE": True,
+        "ROWS": 2,
+        "SLOTS": 256,
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="needs the compiler")

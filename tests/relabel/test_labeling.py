@@ -44,11 +44,17 @@ def teacher(classes=2, size=64, geometry="squash"):
 def test_all_classes_are_kept_of_a_teacher_that_has_fewer_than_top_k(folder, tmp_path):
     five, two = (
         label_images(
-            Images(folder, split="train"), teacher(), "t", tmp_path / f"{top_k}.h5",
-            top_k=top_k, batch="auto", threads=1, absent="tail",
+            Images(folder, split="train"),
+            teacher(),
+            "t",
+            tmp_path / f"{top_k}.h5",
+            top_k=top_k,
+            batch="auto",
+            threads=1,
+            absent="tail",
         )
         for top_k in (5, 2)
-    )  # fmt: skip
+    )
     assert five.header == two.header
     assert five.header.top_k == 2
     rows = np.arange(len(five))

@@ -233,7 +233,7 @@ OPTIONS = {
     "ground truth": {"ground_truth": "intended"},
     "fused head": {"fused_head": "always"},
     "no augmentation": {"rand_augment": "", "erase_probability": 0.0},
-    "much augmentation": {"rand_augment": "rand-m9-n10-inc1", "erase_count": 3},
+    "much augmentation": {"rand_augment": "rand-m9-n10-inc1"},
     "color jitter": {"rand_augment": "", "color_jitter": (0.4, 0.4, 0.4), "shift": 4},
     "black border": {"shift": 4, "shift_border": "black"},
     "published sampling": {"geometry": "published", "outside": "uniform"},

@@ -203,9 +203,14 @@ def test_two_ranks_with_captured_updates_match_one_without(micro, tmp_path, alon
 def test_shared_weights_refuse_captured_updates_on_several_ranks(micro, tmp_path, monkeypatch):
     monkeypatch.setattr(setup, "can_capture", lambda mode, _: mode == "graph")
     run = micro(
-        tmp_path, compile="graph", model="bootstrapping_vit_micro", objective="ce",
-        mixtoken=False, bootstrap="shared", agent="base",
-    )  # fmt: skip
+        tmp_path,
+        compile="graph",
+        model="bootstrapping_vit_micro",
+        objective="ce",
+        mixtoken=False,
+        bootstrap="shared",
+        agent="base",
+    )
     with pytest.raises(UserError, match="--compile graph on several ranks"):
         student_for(run, Ranks(0, 2, torch.device("cpu")))
 

@@ -103,9 +103,7 @@ class Augmentation(torch.nn.Module):
         self.normalize = Normalize(mean, std)
         # The rounding of timm's transforms_factory.py.
         self.fill = tuple(min(255, round(255 * value)) for value in mean)
-        self.mode = augment.erase_mode
-        noisy = augment.erase_probability and self.mode != "const"
-        noise = make_noise_table(plan) if noisy else torch.empty(0)
+        noise = make_noise_table(plan) if augment.erase_probability else torch.empty(0)
         # Not in checkpoints: the seed determines it.
         self.register_buffer("noise", noise, persistent=False)
         if augment.augment_before_crop and augment.rand_augment:
@@ -137,7 +135,7 @@ class Augmentation(torch.nn.Module):
         plan = fused.pack(choice, len(batch.image), batch.image.device)
         image = fused.augment_crops(batch.image, plan, choice, self.fill)
         colors = self.normalize.scale, self.normalize.shift, self.noise
-        image = fused.normalize_and_erase(image, plan, *colors, self.mode, self.dtype)
+        image = fused.normalize_and_erase(image, plan, *colors, self.dtype)
         return image, fused.compose_views(batch.view, plan)
 
     def _plain(self, batch: Batch, choice: AugmentPlan) -> tuple[Tensor, Tensor]:
@@ -165,13 +163,8 @@ class Augmentation(torch.nn.Module):
         """Erase the boxes, in place."""
         for sample, top, left, height, width, at in choice.boxes:
             hole = image_NCHW[sample, :, top : top + height, left : left + width]
-            if self.mode == "const":
-                hole.zero_()
-            elif self.mode == "rand":
-                hole.copy_(self.noise[at : at + 3].view(3, 1, 1))
-            else:
-                noise = self.noise[at : at + hole.numel()]
-                hole.copy_(noise.view(height, width, 3).permute(2, 0, 1))
+            noise = self.noise[at : at + hole.numel()]
+            hole.copy_(noise.view(height, width, 3).permute(2, 0, 1))
 
 
 def compose_views(batch: Batch, choice: AugmentPlan) -> Tensor:

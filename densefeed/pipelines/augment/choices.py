@@ -23,6 +23,7 @@ from densefeed.pipelines.augment.settings import (
     GEOMETRIC,
     LEAST_AREA,
     LEAST_ASPECT,
+    MOST_AREA,
     OWN,
     TABLES,
     Augment,
@@ -262,19 +263,16 @@ class Chooser:
 
     def _draw_layers(self, draw: Draw, N: int) -> Layers:
         """Draw the layers of RandAugment, which must not be off."""
-        spec, L, interpolation = self.spec, self.spec.layers, self.augment.interpolation
+        spec, L = self.spec, self.spec.layers
         numbers = [LAYER_NUMBERS * layer + number for layer in range(L) for number in range(6)]
         drawn = draw(AUGMENT, numbers).reshape(L, 6, N)
-        cubic = drawn[:, 5] >= 0.5
-        if interpolation != "random":
-            cubic = np.full((L, N), interpolation == "bicubic")
         return Layers(
             self._choose_operations(draw, drawn[:, 0]),
             (drawn[:, 1] < spec.probability) | (spec.probability >= 1),
             self._levels(drawn[:, 2], drawn[:, 3]),
             # The comparison of timm's _randomly_negate.
             drawn[:, 4] > 0.5,
-            cubic,
+            drawn[:, 5] >= 0.5,
         )
 
     def _split_layers(self, layers: Layers) -> Iterator[tuple[str, tuple[np.ndarray, ...], Any]]:
@@ -339,36 +337,27 @@ class Chooser:
     def _choose_boxes(self, draw: Draw, height: int, width: int) -> tuple[EraseBox, ...]:
         """Choose the boxes to erase by timm's rule.
 
-        The rule draws their number, then takes for each the first of ten whose sides are both
-        shorter than the image's, if there is one.
+        The rule takes the first of ten whose sides are both shorter than the image's, if there is
+        one.
         """
-        augment = self.augment
-        if not augment.erase_probability:
+        probability = self.augment.erase_probability
+        if not probability:
             return ()
-        whether, count = draw(ERASE, (0, 1))
-        picked = np.flatnonzero(whether < augment.erase_probability)
-        count = 1 + (count[picked] * augment.erase_count).astype(np.int64)
+        samples = np.flatnonzero(draw(ERASE, (0,))[0] < probability)
+        # Number 0 is above; the boxes begin with the next Philox block of four.
+        u = draw(ERASE, range(4, 4 + BOX_NUMBERS), samples)
+        area = (LEAST_AREA + (MOST_AREA - LEAST_AREA) * u[:ATTEMPTS]) * (height * width)
         low, high = math.log(LEAST_ASPECT), -math.log(LEAST_ASPECT)
-        boxes = []
-        for number in range(count.max(initial=0)):
-            samples, of = picked[count > number], count[count > number]
-            # Numbers 0 and 1 are above; the boxes begin with the next Philox block of four.
-            first = 4 + number * BOX_NUMBERS
-            u = draw(ERASE, range(first, first + BOX_NUMBERS), samples)
-            share = LEAST_AREA + (augment.erase_max_area - LEAST_AREA) * u[:ATTEMPTS]
-            # timm divides by the number of boxes, so together they keep to the largest area.
-            area = share * (height * width) / of
-            aspect = np.exp(low + (high - low) * u[ATTEMPTS : 2 * ATTEMPTS])
-            heights, widths = np.rint(np.sqrt(area * aspect)), np.rint(np.sqrt(area / aspect))
-            fits = (heights < height) & (widths < width)
-            pick = fits.argmax(0), np.arange(len(samples))
-            box_height, box_width = heights[pick], widths[pick]
-            top, left = (height - box_height + 1) * u[-4], (width - box_width + 1) * u[-3]
-            # The last offset leaves as many numbers as the largest box needs.
-            noise = u[-2] * (self.noise - 3 * height * width)
-            columns = np.stack((samples, top, left, box_height, box_width, noise), 1).astype(int)
-            boxes += [EraseBox(*row) for row in columns[fits[pick]].tolist()]
-        return tuple(boxes)
+        aspect = np.exp(low + (high - low) * u[ATTEMPTS : 2 * ATTEMPTS])
+        heights, widths = np.rint(np.sqrt(area * aspect)), np.rint(np.sqrt(area / aspect))
+        fits = (heights < height) & (widths < width)
+        pick = fits.argmax(0), np.arange(len(samples))
+        box_height, box_width = heights[pick], widths[pick]
+        top, left = (height - box_height + 1) * u[-4], (width - box_width + 1) * u[-3]
+        # The last offset leaves as many numbers as the largest box needs.
+        noise = u[-2] * (self.noise - 3 * height * width)
+        columns = np.stack((samples, top, left, box_height, box_width, noise), 1).astype(int)
+        return tuple(EraseBox(*row) for row in columns[fits[pick]].tolist())
 
 
 def make_shift_layers(

@@ -163,20 +163,17 @@ def normalize_and_erase(
     scale: Tensor,
     shift: Tensor,
     noise: Tensor,
-    mode: str,
     dtype: torch.dtype,
 ) -> Tensor:
     """Normalize, and erase the boxes: `dtype [N, 3, H, W]` in channels_last memory.
 
-    `scale` and `shift` are those of Normalize, `noise` the noise table, `mode` how boxes are
-    filled (Augment.erase_mode).
+    `scale` and `shift` are those of Normalize, `noise` the noise table.
     """
     kernels, (N, H, W, _) = load_kernels(), image_NHWC.shape
     out_NHWC = torch.empty_like(image_NHWC, dtype=dtype)
     data = image_NHWC, out_NHWC, scale, shift, plan.box_start, plan.box, noise, H, W
     grid = N, -(-3 * H * W // kernels.BLOCK)
-    modes = {"PER_PIXEL": mode == "pixel", "PER_CHANNEL": mode == "rand"}
-    kernels.launch(kernels.normalize_kernel, grid, *data, **modes, BYTES=kernels.BLOCK)
+    kernels.launch(kernels.normalize_kernel, grid, *data, BYTES=kernels.BLOCK)
     # NHWC memory, permuted to NCHW, is channels_last: nothing is copied.
     return out_NHWC.permute(0, 3, 1, 2)
 

@@ -44,9 +44,7 @@ def luma(red, green, blue):
 
 
 @triton.jit
-def table_kernel(
-    image, entry, code, argument, given, tables, pixels, PIXELS: tl.constexpr
-):  # fmt: skip
+def table_kernel(image, entry, code, argument, given, tables, pixels, PIXELS: tl.constexpr):
     """Write the table of one channel of one sample, if its operation is one by table."""
     sample, channel = tl.program_id(0), tl.program_id(1)
     at = tl.load(entry + sample)
@@ -146,7 +144,7 @@ def sharpen(image, pixel, channel: tl.constexpr, height, width, factor):
 @triton.jit
 def photometric_kernel(
     image, out, entry, code, argument, tables, height, width, PIXELS: tl.constexpr
-):  # fmt: skip
+):
     """Apply each sample's operation to a block of its pixels; without one, copy them."""
     sample, pixels = tl.program_id(0), height * width
     at = tl.load(entry + sample)
@@ -192,9 +190,19 @@ def tap_weight(tap, d, cubic):
 
 @triton.jit
 def warp_kernel(
-    image, out, number, matrix, cubics, height, width, fill_red, fill_green, fill_blue,
-    almost, PIXELS: tl.constexpr,
-):  # fmt: skip
+    image,
+    out,
+    number,
+    matrix,
+    cubics,
+    height,
+    width,
+    fill_red,
+    fill_green,
+    fill_blue,
+    almost,
+    PIXELS: tl.constexpr,
+):
     """Warp a block of pixels of a sample; copy it if the sample is not warped."""
     sample, pixels = tl.program_id(0), height * width
     at = tl.load(number + sample)
@@ -245,9 +253,8 @@ def warp_kernel(
 
 @triton.jit
 def normalize_kernel(
-    image, out, scale, shift, box_start, boxes, noise, height, width,
-    PER_PIXEL: tl.constexpr, PER_CHANNEL: tl.constexpr, BYTES: tl.constexpr,
-):  # fmt: skip
+    image, out, scale, shift, box_start, boxes, noise, height, width, BYTES: tl.constexpr
+):
     """Normalize a block of bytes of a sample and erase its boxes, in NHWC memory."""
     sample, count = tl.program_id(0), height * width * 3
     before = sample.to(tl.int64) * count
@@ -261,16 +268,14 @@ def normalize_kernel(
     for box in range(tl.load(box_start + sample), tl.load(box_start + sample + 1)):
         edge = boxes + box * 5
         top, left, tall, wide = (
-            tl.load(edge), tl.load(edge + 1), tl.load(edge + 2), tl.load(edge + 3),
-        )  # fmt: skip
+            tl.load(edge),
+            tl.load(edge + 1),
+            tl.load(edge + 2),
+            tl.load(edge + 3),
+        )
         erased = (y >= top) & (y < top + tall) & (x >= left) & (x < left + wide)
-        at = noise + tl.load(edge + 4)
-        color = tl.zeros([BYTES], tl.float32)
-        if PER_PIXEL:
-            place = ((y - top) * wide + x - left) * 3 + channel
-            color = tl.load(at + place, mask=erased, other=0.0)
-        if PER_CHANNEL:
-            color = tl.load(at + channel, mask=erased, other=0.0)
+        place = tl.load(edge + 4) + ((y - top) * wide + x - left) * 3 + channel
+        color = tl.load(noise + place, mask=erased, other=0.0)
         value = tl.where(erased, color, value)
     tl.store(out + before + byte, value.to(out.dtype.element_ty), mask=inside)
 
@@ -286,8 +291,10 @@ def view_kernel(view, out, number, matrix, samples, BLOCK_N: tl.constexpr):
     for axis in tl.static_range(2):
         row = view + sample * 6 + axis * 3
         x, y, one = (
-            tl.load(row, mask=inside), tl.load(row + 1, mask=inside), tl.load(row + 2, mask=inside),
-        )  # fmt: skip
+            tl.load(row, mask=inside),
+            tl.load(row + 1, mask=inside),
+            tl.load(row + 2, mask=inside),
+        )
         for column in tl.static_range(3):
             first = tl.load(matrix + column, mask=warped, other=0.0)
             second = tl.load(matrix + 3 + column, mask=warped, other=0.0)

@@ -7,7 +7,7 @@ RandAugment's string; arguments follow the formulas of timm/data/auto_augment.py
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from timm.data.auto_augment import rand_augment_transform
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from densefeed.pipelines.augment.operations import OPERATIONS
 from densefeed.system.errors import UserError
-from densefeed.system.options import Bounds, Fraction, NonNegativeInt, Options
+from densefeed.system.options import Fraction, NonNegativeInt, Options
 
 # N samples   R operations of a batch
 
@@ -23,9 +23,9 @@ GEOMETRIC = ("Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel")
 # Operations whose result for a byte depends on that byte alone.
 TABLES = ("Invert", "Posterize", "Solarize", "SolarizeAdd", "Brightness")
 CODES = {name: code for code, name in enumerate((*TABLES, *OPERATIONS))}
-# Of an erased box, as in timm: the least share of the image's area, the least ratio of sides.
-LEAST_AREA, LEAST_ASPECT = 0.02, 0.3
-# Most operations, or erased boxes, per image: a run folder from anywhere is replayed by the report.
+# An erased box, as in timm: its share of the image's area, and the least ratio of its sides.
+LEAST_AREA, MOST_AREA, LEAST_ASPECT = 0.02, 1 / 3, 0.3
+# Most operations per image: a run folder from anywhere is replayed by the report.
 MOST_STEPS = 100
 # Brightness 10 multiplies by up to 11, which leaves white.
 MOST_JITTER = 10.0
@@ -80,14 +80,8 @@ class Augment(Options):
     # color beyond the shifted crop: the mean, or black as in torchvision's RandomCrop, which is
     # then done before all other operations and not composed with them
     shift_border: Literal["mean", "black"] = "mean"
-    # interpolation of rotation, shear and translation
-    interpolation: Literal["random", "bilinear", "bicubic"] = "random"
-    erase_probability: Fraction = 0.0  # of random erasing (timm's reprob)
-    # what erased pixels become: zeros (the mean), one color, or noise
-    erase_mode: Literal["const", "rand", "pixel"] = "pixel"
-    erase_count: Annotated[int, Bounds(1, MOST_STEPS)] = 1  # most boxes per image
-    # largest area of all boxes together, as a fraction of the image; the smallest is 0.02
-    erase_max_area: Annotated[float, Bounds(LEAST_AREA, 1)] = 1 / 3
+    # of random erasing (timm's reprob): a box of 2 to 33 % of the image is filled with noise
+    erase_probability: Fraction = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,12 +106,12 @@ class Augment(Options):
             )
 
     def unused(self) -> dict[str, str]:
-        erasing = ("erase_mode", "erase_count", "erase_max_area")
-        found = dict.fromkeys(() if self.erase_probability else erasing, "--erase-probability")
+        found = {}
         if not self.shift:
             found["shift_border"] = "--shift"
-        needing = ("interpolation", "augment_before_crop")
-        return found if self.rand_augment else found | dict.fromkeys(needing, "--rand-augment")
+        if not self.rand_augment:
+            found["augment_before_crop"] = "--rand-augment"
+        return found
 
     @property
     def jitter(self) -> tuple[float, float, float, float]:

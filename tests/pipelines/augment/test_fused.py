@@ -25,18 +25,9 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 PLAN = EpochPlan(num_samples=10_000, batch=32, seed=9, mode="train", sizes=((0, 64),))
 CASES = {
     "lvvit": {"rand_augment": "rand-m9-mstd0.5-inc1", "erase_probability": 0.5},
-    "four layers": {
-        "rand_augment": "rand-m9-mstd0.5-p1-n4-inc1",
-        "erase_probability": 0.9,
-        "erase_count": 3,
-    },
-    "strong": {"rand_augment": "rand-m15-n3", "erase_probability": 0.5, "erase_mode": "rand"},
-    "jitter": {
-        "color_jitter": (0.4, 0.4, 0.4, 0.3),
-        "shift": 4,
-        "erase_probability": 0.5,
-        "erase_mode": "const",
-    },
+    "four layers": {"rand_augment": "rand-m9-mstd0.5-p1-n4-inc1", "erase_probability": 0.9},
+    "strong": {"rand_augment": "rand-m15-n3", "erase_probability": 0.5},
+    "jitter": {"color_jitter": (0.4, 0.4, 0.4, 0.3), "shift": 4, "erase_probability": 0.5},
     "black border": {"rand_augment": "rand-m9-mstd0.5-inc1", "shift": 4, "shift_border": "black"},
     "blur": {"rand_augment": "rand-m9-mstd0.5-t3a", "color_jitter": (0.3, 0.3, 0.3)},
     "none": {},
@@ -164,7 +155,7 @@ CONSTANTS = {
     "table_kernel": {"PIXELS": 4096},
     "photometric_kernel": {"PIXELS": 1024},
     "warp_kernel": {"PIXELS": 1024},
-    "normalize_kernel": {"PER_PIXEL": True, "PER_CHANNEL": False, "BYTES": 1024},
+    "normalize_kernel": {"BYTES": 1024},
     "view_kernel": {"BLOCK_N": 128},
 }
 

@@ -59,11 +59,8 @@ def test_an_invalid_string_is_refused(text):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("interpolation", "nearest"),
-        ("erase_mode", "black"),
         ("erase_probability", 1.5),
-        ("erase_count", 0),
-        ("erase_max_area", 0.01),
+        ("shift_border", "white"),
         ("color_jitter", (0.1, 0.2)),
         ("color_jitter", (-0.1,)),
         ("color_jitter", (0.1, 0.1, 0.1, 0.6)),

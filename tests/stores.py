@@ -31,7 +31,7 @@ BAD_VALUES = {
     "a logit that is not finite": lambda maps, n: maps.logit[n].__setitem__((5, 5, 1), np.nan),
     "a logsumexp that is not finite": lambda maps, n: maps.lse[n].__setitem__((5, 5), -np.inf),
     "a class twice in one cell": lambda maps, n: maps.cls[n].__setitem__((1, 1), 2),
-    "a Window that is no part of the image": lambda maps, n: maps.window.__setitem__(
+    "a Window that is not part of the image": lambda maps, n: maps.window.__setitem__(
         n, (0.9, 0, 0.1, 1)
     ),
 }

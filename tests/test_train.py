@@ -337,7 +337,8 @@ def test_the_first_batch_is_checked_before_the_first_step(packed, tmp_path, monk
 
     monkeypatch.setattr(ThreadedLoader, "batches", spoilt)
     with pytest.raises(
-        UserError, match=r"the score maps of .*train.beton: sample \d+ has a Window that is no part"
+        UserError,
+        match=r"the score maps of .*train.beton: sample \d+ has a Window that is not part",
     ):
         training.train(config(packed, tmp_path / "run"))
     assert not (tmp_path / "run" / "last.pt").exists()
@@ -602,7 +603,10 @@ def test_third_party_checkpoint_is_not_resumed(packed, tmp_path):
             dict(drloc="l1", drloc_hidden=99999999),
             "--drloc-hidden is 99,999,999, and must be from 1 to 16,384",
         ),
-        (dict(model_kwargs=("no_such=1",)), "--model-kwargs no_such is no argument that a checkp"),
+        (
+            dict(model_kwargs=("no_such=1",)),
+            "--model-kwargs no_such is not an argument that a checkp",
+        ),
         (dict(model_kwargs=("checkpoint_path='x'",)), "--model-kwargs checkpoint_path is no arg"),
         (
             dict(model="vgg11", objective="ce", mixtoken=False, drop_path=0.1),

@@ -16,9 +16,9 @@ Swin = SwinTransformer | SwinTransformerV2
 def forward_block_maps(model: nn.Module, image_NCHW: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Return the final features of images and the map `[N, D, R, C]` after every block.
 
-    The features are those of `forward_features`, the maps have no final norm. Of pyramids only Swin
-    and CvT have their blocks here: 12 maps for Swin-T, 13 for CvT-13. Of others, such as ResNets,
-    the maps are those after every stage, as timm returns them.
+    The features are those of `forward_features`, the maps have no final norm. Among pyramids only
+    Swin and CvT have their blocks here: 12 maps for Swin-T, 13 for CvT-13. Others, such as ResNets,
+    have the maps after every stage, as timm returns them.
     """
     if isinstance(model, Swin):
         features, stages = run_swin(model, image_NCHW)

@@ -44,12 +44,12 @@ from densefeed.system.terminal import print
 MAX_PICKLE = 2**24
 # Bytes of the header of a safetensors file, about 100 for each tensor. One of 75 MB took 2.7 GB.
 MAX_HEADER = 2**22
-# Bytes of a model's tables that are no weights, such as Swin's masks of its windows. The largest of
-# timm's are the 202 MB of beit_large_patch16_512.
+# Bytes of a model's tables that are not weights, such as Swin's masks of its windows. The largest
+# of timm's are the 202 MB of beit_large_patch16_512.
 MAX_TABLES = 2**28
 # Beside the checkpoints of a run folder; training/run_checkpoints.py writes it.
 MANIFEST = "manifest.json"
-# Tensors of other dtypes, such as complex numbers, are no weights of a model.
+# Tensors of other dtypes, such as complex numbers, are not weights of a model.
 NUMBERS = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool),
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -177,7 +177,7 @@ def check_tensors(tensors: dict[str, object], path: Path) -> None:
         dense = tensor.layout is torch.strided and tensor.dtype in NUMBERS
         # A tensor of any size may repeat the bytes of a small storage.
         if not dense or tensor.nbytes > tensor.untyped_storage().nbytes():
-            raise CheckpointError(f"{path}: {shown} is no dense tensor; choose another file")
+            raise CheckpointError(f"{path}: {shown} is not a dense tensor; choose another file")
         if not tensor.isfinite().all():
             raise CheckpointError(
                 f"{path}: {shown} has values that are not finite; use an older checkpoint"

@@ -182,8 +182,8 @@ class CvT(PrunableLayers, nn.Module):
     Args:
         num_classes: K; 0 builds no head, and forward returns the pooled features.
         global_pool: input of `head`: the class token ("token"), the mean of the others ("avg"), or
-            ("", without a head) all of them. None is the class token, or with `drloc`, which has
-            none, the mean.
+            ("", without a head) all of them. None: class token; mean
+            with `drloc`, which has no class token.
         dims, depths, num_heads: of the three stages.
         drop_path_rate: stochastic depth, rising linearly from 0 to this rate over the last stage's
             blocks (published: 0.1).

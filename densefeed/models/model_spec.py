@@ -35,9 +35,10 @@ POSITIVE = frozenset(
     ("img_size", "patch_size", "embed_dim", "embed_dims", "num_heads", "mlp_ratio", "mlp_ratios")
 )
 MAX_PIXELS = 4096
-# Cells along a window. Swin's table of its pairs of cells is no weight: 8 MB at 32, 0.8 GB at 100.
+# Cells along a window. Swin's table of its pairs of cells is not a weight: 8 MB at 32, 0.8 GB at
+# 100.
 MAX_WINDOW = 32
-# Of any other number: more than classes in any data set.
+# For any other number: more than the classes of any data set.
 MAX_NUMBER = 2**20
 MAX_ITEMS = 64
 WORD = re.compile(r"[\w.+-]{0,64}", re.ASCII)
@@ -75,7 +76,7 @@ def find_forbidden(kwargs: dict) -> str:
     for name, value in kwargs.items():
         if not isinstance(name, str) or name not in ARGUMENTS.split():
             shown = ascii(name)[1:-1][:40] if isinstance(name, str) else type(name).__name__
-            return f"{shown} is no argument that a checkpoint may hold"
+            return f"{shown} is not an argument that a checkpoint may hold"
         if name == "pretrained_cfg_overlay":
             if not isinstance(value, dict) or not value.keys() <= {"mean", "std"}:
                 return f"{name} may hold mean and std only"

@@ -11,7 +11,7 @@ import torch
 from timm.layers import Attention
 from torch import Tensor, nn
 
-# Of scores of up to 1,000 tokens and an alpha of 1.02 to 2, the sums of weights are then off by
+# With up to 1,000 tokens and an alpha of 1.02 to 2, the sums of weights are then off by
 # float32's rounding alone; of 8 steps by 2e-9.
 STEPS = 10
 # How far a learned alpha may be from 1.5. In float32 sums of weights are off by 5e-4 at an alpha of

@@ -412,7 +412,7 @@ class _Engine:
         return f"sample {ids[0]}, {self._source.where(int(ids[0]))}{more}"
 
     def _run(self) -> None:
-        """Process works until the sentinel, None, or an error that is no single batch's."""
+        """Process works until the sentinel, None, or an error that is not of a single batch."""
         try:
             with ExitStack() as stack:
                 if self._number is not None:

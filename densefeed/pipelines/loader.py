@@ -497,7 +497,7 @@ class ThreadedLoader:
         """Decode with Pillow a sample that the native decoder refused; return False to skip it."""
         index = int(begun.batch.index[row])
         where = self.source.where(index)
-        # This is no fault of the sample, so it is not skipped.
+        # This is not a fault of the sample, so it is not skipped.
         if begun.decoding.job.samples["status"][row] == native.NO_MEMORY:
             raise UserError(
                 f"sample {index}, {where}: out of memory; choose a smaller --batch or --threads"

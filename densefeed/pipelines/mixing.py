@@ -118,7 +118,7 @@ def box_map(mix: Mix, grid: Grid) -> Tensor:
         return overlap.clamp(min=0) * (cells / units)
 
     edges_y = find_edges(*down)
-    # Of a square once: two launches fewer.
+    # Once for a square: two launches fewer.
     edges_x = edges_y if across == down else find_edges(*across)
     return cover(top, bottom, edges_y, *down)[:, None] * cover(left, right, edges_x, *across)
 

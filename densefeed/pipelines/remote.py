@@ -71,7 +71,7 @@ class RemoteSource(FfcvSource):
     ) -> None:
         self._folder, self._cache_bytes = cache, cache_bytes
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="storage")
-        # Of the epoch that is read: batches that are requested, and those that were begun.
+        # Batches of this epoch that are requested, and those that were begun.
         self._requested, self._begun = deque[_Held](), deque[_Held]()
         self._next, self._jobs = None, {}
         self._turn = threading.Lock()

@@ -36,7 +36,7 @@ GroundTruth = Literal["published", "intended"]
 # The published code (VOLO's, and TokenLabeling's --ground-truth) gives the image's label the larger
 # share where the teacher agrees; its comment says the opposite.
 TEACHER_SHARE = {"published": (0.5, 0.9), "intended": (0.9, 0.5)}
-# Of the image or map: a point that rounding puts this far outside is on the border.
+# A point that rounding puts this far outside the image or map is on its border.
 EDGE = 1e-6
 
 
@@ -466,7 +466,7 @@ def check_batch(batch: Batch, spec: ScoreMapSpec, where: str) -> None:
         f"has more classes than the {spec.max_palette} of the header; {again}": (
             distinct > spec.max_palette
         )[:, None],
-        f"has a Window that is no part of its image; {again}": ~are_windows(batch.window)[:, None],
+        f"has a Window that is not part of its image; {again}": ~are_windows(batch.window)[:, None],
         "has a View of no area; crop and warp it less": (area < 1e-12)[:, None]
         | ~view.isfinite().all(2),
     }

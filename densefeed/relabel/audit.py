@@ -49,7 +49,7 @@ from densefeed.system.progress import bar
 
 Verdict = Literal["fault", "warning", "unchecked", "sound"]
 
-# A store of up to 100,000 rows is read whole. Of a larger one, 20,480 evenly spaced rows are read:
+# A store of up to 100,000 rows is read whole. In a larger one, 20,480 evenly spaced rows are read:
 # 20 a class of ImageNet, 145 MB.
 ALL_ROWS = 100_000
 SAMPLED_ROWS = 20_480
@@ -1033,7 +1033,7 @@ def summarize(
     """
     header, good = store.header, scan.good()
     label, top = store.labels[scan.ids[good]], scan.top[good]
-    # With one class log(K) is 0, which is no range for a histogram.
+    # With one class log(K) is 0, which is not a range for a histogram.
     entropy, max_entropy = scan.entropy[good], math.log(max(header.num_classes, 2))
     histogram = np.histogram(entropy, bins=24, range=(0, max_entropy))[0]
     sizes, counts = np.unique(store.palette, return_counts=True)

@@ -83,7 +83,7 @@ def read_class_map(
             )
         if ours is not None and ours not in wanted:
             raise UserError(
-                f"{where}: the data has no class {ours[:SHOWN]!r}, its first is {data_names[0]!r}; "
+                f"{where}: class {ours[:SHOWN]!r} is not in the data ({data_names[0]!r} is); "
                 "correct this name"
             )
         becomes[number] = wanted.get(ours)

@@ -180,7 +180,7 @@ class Beton:
     """Open one .beton, or several as one: the samples of the first, then of the second, ...
 
     Everything but the samples is copied into memory and checked when the file is opened. No memory
-    map is kept, so a file that is cut or replaced while it is open raises an error and never
+    map is kept, so a file that is truncated or replaced while it is open raises an error and never
     SIGBUS. Samples are read with `pread`. Messages name the files by `names` if they are given: the
     URLs of local copies.
 
@@ -198,10 +198,10 @@ class Beton:
             the metadata, for several files SHA-256 over their fingerprints.
         descriptors: open file descriptors, one per file, valid until `close`.
 
-    Raises UserError if a file is no .beton, of another version, cut or damaged, has no image or no
-    int field, or does not match the other files. Files of DenseFeed have checksums over everything
-    but the images. Files that FFCV wrote have none, so only their structure is checked: sizes,
-    pointers, and the sample of each allocation.
+    Raises UserError if a file is not a .beton, of another version, truncated or damaged, has no
+    image or no int field, or does not match the other files. Files of DenseFeed have checksums over
+    everything but the images. Files that FFCV wrote have none, so only their structure is checked:
+    sizes, pointers, and the sample of each allocation.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class Beton:
             raise UserError(f"{path}: there is no such file; make it with tools/pack_dataset.py")
         # To open a named pipe would wait for its writer.
         if not path.is_file():
-            raise UserError(f"{path} is no file; name a .beton, made with tools/pack_dataset.py")
+            raise UserError(f"{path} is not a file; name a .beton, made with tools/pack_dataset.py")
         # In the list before the file is read, so an error closes it too.
         self.descriptors.append(os.open(path, os.O_RDONLY))
         return read_front(name, self.descriptors[-1])
@@ -268,7 +268,7 @@ class Beton:
         self.images = Extents(*(np.empty(count, dtype) for dtype in (np.int32, np.int64, np.int64)))
         types = [field.type for field in self.fields]
         self._image, self._label = types.index(RGB), types.index(INT)
-        # Of the ndarray fields, by their number.
+        # By the numbers of the ndarray fields.
         self._offsets = {
             n: np.empty(count, np.int64) for n, kind in enumerate(types) if kind == NDARRAY
         }
@@ -431,7 +431,7 @@ class Beton:
         self._read_into(index, stored, self.images.offset[index])
         reason = ""
         if mode == JPEG and stored[:2] != SOI:
-            reason = "it is no JPEG"
+            reason = "it is not a JPEG"
         if mode == PLANES and not match_planes(memoryview(stored)):
             reason = "its planes do not match their checksum"
         if reason:
@@ -531,7 +531,7 @@ class Beton:
         # the file gives fewer bytes.
         if got != len(buffer):
             raise UserError(
-                f"{self.where(index)} is gone: the file was cut or replaced while open; "
+                f"{self.where(index)} is gone: the file was truncated or replaced while open; "
                 "copy it again and rerun"
             )
 
@@ -556,7 +556,7 @@ def read_into(front: Front, buffer: np.ndarray, offset: int) -> None:
         with name_errors(front.path):
             got = os.preadv(front.descriptor, [buffer], offset)
         if got == 0:
-            raise UserError(f"{front.path} is cut or damaged; pack or copy it again")
+            raise UserError(f"{front.path} is truncated or corrupt; pack or copy it again")
         buffer, offset = buffer[got:], offset + got
 
 
@@ -641,7 +641,7 @@ def read_front(path: Path, descriptor: int) -> Front:
     _, num_fields, _, count, table = header.tolist()
     raw = os.pread(descriptor, FIELD.itemsize * num_fields, HEADER.itemsize)
     if len(raw) != FIELD.itemsize * num_fields:
-        raise UserError(f"{path}: its header is cut; pack or copy it again")
+        raise UserError(f"{path}: its header is truncated; pack or copy it again")
     notes = read_notes(path, descriptor, head + raw, table)
     fields = [parse_field(path, row) for row in np.frombuffer(raw, FIELD)]
     types = [field.type for field in fields]
@@ -651,10 +651,10 @@ def read_front(path: Path, descriptor: int) -> Front:
     start = HEADER.itemsize + len(raw)
     entries = count * sum(kind in ALLOCATED for kind in types)
     end = start + count * metadata_dtype(fields).itemsize
-    # The table ends the file, so its size shows a copy that was cut.
+    # The table ends the file, so its size shows a truncated copy.
     if end > table or size != table + entries * ALLOCATION.itemsize:
         raise UserError(
-            f"{path} is cut or damaged ({size:,} bytes, {entries:,} allocations expected at "
+            f"{path} is truncated or corrupt ({size:,} bytes, {entries:,} allocations expected at "
             f"{table:,}); pack or copy it again"
         )
     if notes:
@@ -858,7 +858,7 @@ def describe_field(field: Field) -> bytes:
 def verify(path: Path, threads: int) -> list[str]:
     """Check labels, arrays against their checksums, and decode all images.
 
-    Returns a sentence per damaged sample, and one for labels that are no classes.
+    Returns a sentence per damaged sample, and one for labels that are not classes.
 
     Raises UserError as `Beton` if the file cannot be opened.
     """

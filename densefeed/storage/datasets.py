@@ -243,7 +243,7 @@ def read_folder(root: Path, split: str) -> Listed:
 
 
 def walk(home: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield each folder at or below `home`, relative to it, and the names in it that are no folder.
+    """Yield each folder at or below `home`, relative to it, and the names of its other entries.
 
     Links are followed. Prints how many folders cannot be read. UserError for a link to a folder
     above it, and for links that lead to the same folders more than MOST_REPEATS times.
@@ -304,7 +304,7 @@ def read_timm(root: Path, dataset: str, split: str) -> TimmDataset:
 
 
 def check_split(root: Path, split: str) -> None:
-    """Raise UserError if `root` is no folder, or holds splits but not this one.
+    """Raise UserError if `root` is not a folder, or holds splits but not this one.
 
     timm would then read all of them as one split.
     """
@@ -564,7 +564,7 @@ def select_classes(root: Path, name: str, split: str) -> Listed:
     number = {name: n for n, name in enumerate(names)}
     missing = next((name for name in names if name not in known), None)
     if missing is not None or len(number) != len(names):
-        fault = "a class twice" if missing is None else f"{missing}, which is no class folder of"
+        fault = "a class twice" if missing is None else f"{missing}, which is not a class folder of"
         fault += "" if missing is None else f" {root}"
         raise UserError(f"{name} names {fault}; fix the list, or check --data")
     labels = np.array([number.get(name, -1) for name in whole.class_names])[whole.labels]

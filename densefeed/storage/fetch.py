@@ -151,7 +151,7 @@ def read_remote_manifest(objects: ObjectStore) -> Manifest:
 
 
 def check_copy(out: Path, manifest: Manifest) -> None:
-    """Raise UserError if `out` holds what is no copy, or a copy of another labeling."""
+    """Raise UserError if `out` holds what is not a copy, or a copy of another labeling."""
     theirs = None
     # A damaged manifest is replaced, as damaged shards are.
     with suppress(UserError):
@@ -159,7 +159,7 @@ def check_copy(out: Path, manifest: Manifest) -> None:
     if theirs:
         replace(manifest.header, fingerprint=theirs.fingerprint).check_same(theirs, out)
     if (out / PLAN).exists() or (out.exists() and not out.is_dir()):
-        raise UserError(f"{out} is no copy of a store; remove it or name another folder")
+        raise UserError(f"{out} is not a copy of a store; remove it or name another folder")
 
 
 def has_size(path: Path, shard: StoredShard) -> bool:

@@ -35,7 +35,7 @@ MOST_TEXT = 2**24
 
 
 class LayoutError(Exception):
-    """The file is cut, damaged, or holds what this module does not read; the message says what."""
+    """The file is truncated, damaged or of a kind that this module does not read."""
 
 
 class Dataset(NamedTuple):
@@ -61,12 +61,12 @@ def read_layout(descriptor: int, attributes: Collection[str]) -> Layout:
     file = Metadata(descriptor)
     start = file.read(0, 96)
     if not start.startswith(SUPERBLOCK[:8]):
-        raise LayoutError("it is no HDF5 file")
+        raise LayoutError("it is not an HDF5 file")
     base, end, root = (struct.unpack_from("<Q", start, at)[0] for at in (24, 40, 64))
     if not start.startswith(SUPERBLOCK) or base:
         raise LayoutError("its superblock is damaged or of another version than 0")
     if end > file.size:
-        raise LayoutError(f"it is cut: it has {file.size:,} of {end:,} bytes")
+        raise LayoutError(f"it is truncated: it has {file.size:,} of {end:,} bytes")
     groups, found = [], {}
     for kind, _, data in read_messages(file, root):
         if kind == SYMBOL_TABLE:
@@ -94,7 +94,7 @@ class Metadata:
         data = os.pread(self._descriptor, size, offset)
         # The file may have become shorter.
         if len(data) < size:
-            raise LayoutError("it is cut")
+            raise LayoutError("it is truncated")
         return data
 
     def unpack(self, form: str, offset: int) -> tuple:
@@ -164,7 +164,7 @@ def read_dataset(file: Metadata, name: str, offset: int) -> Dataset:
                 raise LayoutError(f"{name!r} has a damaged object header or a shared type")
             parts[kind] = data
     if len(parts) < 3:
-        raise LayoutError(f"{name!r} is no dataset")
+        raise LayoutError(f"{name!r} is not a dataset")
     shape, dtype = parse_shape(parts[DATASPACE]), parse_type(parts[DATATYPE])
     # Version and class: others are stored in chunks, in the header itself, or in other files.
     if parts[LAYOUT][:2] != b"\3\1":
@@ -200,7 +200,7 @@ NUMBERS = {
 
 
 def parse_type(datatype: bytes) -> np.dtype | None:
-    """Parse a datatype message; None for a type that is no number and no text of fixed length."""
+    """Parse a datatype message; None unless it is a number or text of fixed length."""
     # Padded with zeros, ASCII.
     if datatype[:4] == b"\x13\1\0\0":
         (size,) = unpack("<I", datatype, 4)
@@ -231,7 +231,7 @@ def read_value(
         dtype = parse_type(datatype)
         if dtype is not None and len(value) >= dtype.itemsize:
             return np.frombuffer(value, dtype, 1)[0]
-    raise LayoutError(f"its attribute {name!r} is no text and no number")
+    raise LayoutError(f"its attribute {name!r} is neither text nor a number")
 
 
 def read_text(file: Metadata, length: int, heap: int, index: int) -> bytes:

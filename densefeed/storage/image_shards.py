@@ -356,7 +356,7 @@ def read_names(feature: dict[str, Any], path: Path | ObjectURL) -> list[str] | N
     if names is None or feature.get("_type") != "ClassLabel":
         return None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise UserError(f"{path} has class names that are no texts; write it again")
+        raise UserError(f"{path} has class names that are not text; write it again")
     if not names or len(set(names)) < len(names):
         raise UserError(f"{path} names no classes, or one twice; write it again")
     return names

@@ -57,7 +57,7 @@ PAGE = 4096
 GAP_SHARE = 0.04
 # Bytes of a joined range: it is in memory until it is written.
 RANGE_BYTES = 2**23
-# Of the free space of the disk, if no size is given.
+# The share of the disk's free space that is used if no size is given.
 DISK_SHARE = 0.9
 # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 PUNCH = 3

@@ -125,5 +125,5 @@ def list_objects(root: ObjectURL) -> dict[str, int]:
             start = len(root.key) + 1 if root.key else 0
             return {o["path"][start:]: o["size"] for part in parts for o in part}
 
-    # Marks of empty folders are no images.
+    # Marks of empty folders are not images.
     return {name: size for name, size in attempt(find).items() if name and not name.endswith("/")}

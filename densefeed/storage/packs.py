@@ -113,7 +113,7 @@ def map_stem(path: str, whole: bool) -> str:
 def match(images: Images, labels: Path) -> Matching:
     """Find the file of every image, folder by folder.
 
-    Raises UserError if `labels` is no folder, or holds no maps or two kinds of files.
+    Raises UserError if `labels` is not a folder, or holds no maps or two kinds of files.
     """
     if not labels.is_dir():
         raise UserError(
@@ -405,7 +405,7 @@ def import_pack(
 
 
 def read_filled(path: Path, part: Path, count: int) -> np.ndarray:
-    """Read the rows, int64, that a killed run filled with labels; UserError if it is no such file.
+    """Read the rows, int64, that a killed run filled with labels; UserError for another file.
 
     `part` are the rows that were written, and `count` is their number.
     """
@@ -489,7 +489,7 @@ def load_map(images: Images, pack: Pack, index: int, files: TensorFiles) -> tupl
 def check_map(array: np.ndarray, pack: Pack, file: Path, num_classes: int) -> None:
     """Raise UnusableError for another shape than the pack's, or floats that round its classes.
 
-    Raises TensorError if the array is no map.
+    Raises TensorError if the array is not a map.
     """
     shape, wanted, most = map_shape(array), (pack.side, pack.top_k), EXACT[array.itemsize]
     if shape != wanted:

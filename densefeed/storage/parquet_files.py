@@ -79,7 +79,7 @@ class ParquetFile(NamedTuple):
                 raise pa.ArrowInvalid("its rows are not as many as stated")
             # With the nulls of the struct.
             return array.flatten()[0] if pa.types.is_struct(array.type) else array
-        # Of object storage, whose errors are OSErrors too.
+        # StorageError is an OSError too.
         except UserError:
             raise
         # Errors of Arrow have many types, OSError without a file name among them.
@@ -205,7 +205,8 @@ def open_parquet(path: Path | ObjectURL) -> ParquetFile:
         if isinstance(error, OSError) and error.errno:
             raise
         raise UserError(
-            f"{path} is no Parquet file, or damaged ({first_line(error)}); replace or remove it"
+            f"{path} is not a Parquet file, or is damaged ({first_line(error)}); "
+            "replace or remove it"
         ) from error
 
 

@@ -123,7 +123,7 @@ def find_faults(maps: ScoreMaps, num_classes: int, palette: np.ndarray) -> dict[
     return {
         "a logit that is not finite": find_non_finite(logit),
         "a logsumexp that is not finite": find_non_finite(lse),
-        "a Window that is no part of the image": ~find_valid_windows(window),
+        "a Window that is not part of the image": ~find_valid_windows(window),
         f"class {cls.max()} of {num_classes}": ~known,
         "a class twice in one cell": find_duplicate_classes(maps.cls),
         "more classes than its palette size": known & (palette_sizes(cls) > palette),
@@ -150,8 +150,8 @@ class ScoreMapStore:
     compact store against the store it was converted from, else None. `min_window_side` is the
     smallest side of a valid Window. After `close` nothing more can be read.
 
-    Raises UserError if the file is missing, cut, of another version or not finished, or if a column
-    holds impossible values; `rows` raises it for a damaged row.
+    Raises UserError if the file is missing, truncated, of another version or not finished, or if a
+    column holds impossible values; `rows` raises it for a damaged row.
     """
 
     def __init__(self, path: Path | str) -> None:

@@ -1,7 +1,7 @@
 """Open a file of score maps: its header and datasets, checked against one schema, and their bytes.
 
 Whatever a file declares is checked here, before any of it is used; FORMAT.md states the rules. Data
-is read with `pread`: a memory map of a file that is cut while it is open would kill the process.
+is read with `pread`: a memory map of a file that is truncated while open would kill the process.
 """
 
 import json
@@ -67,7 +67,7 @@ class StoreHeader:
             values = parse_json(text)
         except ValueError as error:
             raise UserError(
-                f"{where}: its header is no JSON ({first_line(error)}); copy it again or relabel"
+                f"{where}: its header is not JSON ({first_line(error)}); copy it again or relabel"
             ) from None
         if problem := find_header_fault(values):
             raise UserError(f"{where}: {problem}; label the images again")
@@ -103,9 +103,9 @@ class StoreHeader:
 def find_header_fault(values: object) -> str | None:
     """Return what is invalid in a header from JSON; None if it has no fault."""
     if not isinstance(values, dict):
-        return "its header is no dictionary"
+        return "its header is not a dictionary"
     version, form = values.get("version"), values.get("form", "raw")
-    # True equals 1, but is no version.
+    # True equals 1, but is not a version.
     if type(version) is not int or version not in VERSIONS.values():
         return f"score maps have version {shorten(version)}, this program reads versions 1 and 2"
     if not isinstance(form, str) or VERSIONS.get(form) != version:
@@ -186,8 +186,8 @@ class StoreFile:
     `types` are dtype and shape, `offsets` the places in the file of all datasets by name; `rows` is
     the number of rows. `names_crc` is the checksum of labels and paths, None in older files.
 
-    Raises UserError if the file is missing, cut, damaged or no store; reads raise it if the file
-    was cut since. The file is closed by `close`, or with the object.
+    Raises UserError if the file is missing, truncated, damaged or not a store; reads raise it if
+    the file was truncated since. The file is closed by `close`, or with the object.
     """
 
     def __init__(self, path: Path) -> None:
@@ -286,7 +286,7 @@ class StoreFile:
                     place = self.offsets[name] + offset
                     if not (got := os.preadv(self.descriptor, [rest], place)):
                         raise UserError(
-                            f"{self.path} was cut while it was open; copy it again and rerun"
+                            f"{self.path} was truncated while it was open; copy it again and rerun"
                         )
                     rest, offset = rest[got:], offset + got
 
@@ -344,7 +344,7 @@ def check_schema(path: Path, header: StoreHeader, layout: Layout) -> dict[str, t
                 f"but it is {is_there}; label the images again"
             )
     if unknown := sorted(found.keys() - types.keys()):
-        problem = f"holds {shorten(unknown[0])}, which is no part of a store"
+        problem = f"holds {shorten(unknown[0])}, which is not part of a store"
     elif not rows:
         problem = "holds no rows"
     elif overlap(found):

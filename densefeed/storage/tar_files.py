@@ -50,7 +50,7 @@ class TarImages(NamedTuple):
     labels: np.ndarray  # int64 [N]
     class_names: list[str]
     shards: list[ShardFile]
-    # Of each image: the place of its shard, and the first byte and the number of bytes in it.
+    # The shard of each image, and the first byte and the number of bytes in it.
     numbers: np.ndarray  # int64 [N]
     offsets: np.ndarray  # int64 [N]
     sizes: np.ndarray  # int64 [N]
@@ -68,8 +68,8 @@ class TarImages(NamedTuple):
 def read_members(file: io.BufferedReader, path: Path) -> Iterator[Member]:
     """Yield the files in a tar, in its order; the caller may read `file` between them.
 
-    Raises UserError for a file that is compressed, cut or no tar, and for members that are neither
-    files nor folders.
+    Raises UserError for a file that is compressed, truncated or not a tar, and for members that are
+    neither files nor folders.
     """
     size, at, extended = file.seek(0, io.SEEK_END), 0, {}
     while (head := read_block(file, at)) != ZEROS:
@@ -82,7 +82,7 @@ def read_members(file: io.BufferedReader, path: Path) -> Iterator[Member]:
         data = at + BLOCK
         at = data + -(-length // BLOCK) * BLOCK
         if data + length > size:
-            raise UserError(f"{path} is cut: a member ends behind its end; copy it again")
+            raise UserError(f"{path} is truncated: a member ends behind its end; copy it again")
         if kind in (LONG_NAME, LONG_LINK, PAX, PAX_ALL):
             extended |= read_extended(file, path, kind, data, length)
             continue
@@ -188,16 +188,16 @@ def explain_end(path: Path, head: bytes, at: int) -> UserError:
     if name := find_compression(head):
         return refuse_compressed(path, name)
     if at == 0:
-        return UserError(f"{path} is no tar file; replace or remove it")
-    return UserError(f"{path} has no end mark, so it may be cut; copy or write it again")
+        return UserError(f"{path} is not a tar file; replace or remove it")
+    return UserError(f"{path} has no end mark, so it may be truncated; copy or write it again")
 
 
 def explain_damage(path: Path, head: bytes, at: int) -> UserError:
-    """Return the error of a block that is no header."""
+    """Return the error of a block that is not a header."""
     if at == 0 and (name := find_compression(head)):
         return refuse_compressed(path, name)
     if at == 0:
-        return UserError(f"{path} is no tar file; replace or remove it")
+        return UserError(f"{path} is not a tar file; replace or remove it")
     return UserError(f"{path} is damaged at byte {at:,}; copy or write it again")
 
 

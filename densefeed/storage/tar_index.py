@@ -177,7 +177,7 @@ def read_json(file: BufferedReader, path: Path | ObjectURL, member: Member) -> i
     try:
         values = parse_json(read_content(file, path, member, MOST_JSON))
     except ValueError as error:
-        raise UserError(f"{where} is no JSON ({error}); write the tar again") from None
+        raise UserError(f"{where} is not JSON ({error}); write the tar again") from None
     if not isinstance(values, dict) or "label" not in values:
         return None
     return check_label(values["label"], where)

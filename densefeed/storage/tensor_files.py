@@ -104,7 +104,9 @@ class TensorFiles:
         # numpy does not limit the types of its exceptions: ValueError, EOFError, SyntaxError from
         # the header, ...
         except Exception as error:
-            raise TensorError(f"is no complete NumPy array ({first_line(error)[:120]})") from error
+            raise TensorError(
+                f"is not a complete NumPy array ({first_line(error)[:120]})"
+            ) from error
         if file.read(1):
             raise TensorError("has more bytes than its array")
         # numpy writes version 1.0 unless the header is longer than 64 KiB.
@@ -168,7 +170,7 @@ def load_tensor(content: bytes) -> torch.Tensor:
     # torch does not limit the types of its exceptions: RuntimeError, UnpicklingError, KeyError, ...
     except Exception as error:
         raise TensorError(
-            f"is no tensor that can be read without running code ({first_line(error)[:120]})"
+            f"is not a tensor that can be read without running code ({first_line(error)[:120]})"
         ) from error
     if (
         type(tensor) is not torch.Tensor

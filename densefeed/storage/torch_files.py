@@ -67,7 +67,7 @@ class TorchFileError(Exception):
 def check_torch_file(file: BinaryIO, max_pickle: int) -> None:
     """Raise TorchFileError unless reading the file takes little more memory than its size.
 
-    `max_pickle` is the largest size of its pickle, bytes. The file is at its begin afterwards.
+    `max_pickle` is the largest size of its pickle, bytes. Rewinds the file.
     """
     size = file.seek(0, io.SEEK_END)
     file.seek(0)
@@ -109,7 +109,7 @@ def read_members(file: BinaryIO, size: int, max_pickle: int) -> tuple[bytes, dic
         pickles = [m for m in members if m.filename.partition("/")[2].lower() == "data.pkl"]
         return (archive.read(pickles[0]) if pickles else b""), sizes
     except ZIP_ERRORS as error:
-        raise TorchFileError(f"it is no complete zip file ({type(error).__name__})") from error
+        raise TorchFileError(f"it is not a complete zip file ({type(error).__name__})") from error
 
 
 def find_directory(file: BinaryIO, size: int) -> int:
@@ -132,7 +132,7 @@ def scan_pickle(stream: io.BytesIO) -> dict[str, int]:
 
     Builds no object of the pickle. Raises TorchFileError.
     """
-    # Of every object its name, number or elements, and for a tuple the number of all elements.
+    # Each object's name, number or elements, and for a tuple the number of all elements.
     stack: list[tuple[object, int]] = []
     marks: list[int] = []
     memo, storages = {}, {}

@@ -141,8 +141,8 @@ def run(main: Callable[[], object]) -> None:
     """
     open_streams()
     ignore_imports()
-    # Names may have characters that the terminal's encoding lacks. In a notebook stdout is no file,
-    # and a file that was replaced by a pipe after Python opened it cannot be changed.
+    # Names may have characters that the terminal's encoding lacks. In a notebook stdout is not a
+    # file, and a file that was replaced by a pipe after Python opened it cannot be changed.
     with suppress(AttributeError, OSError):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

@@ -65,7 +65,7 @@ def open_regular(path: Path | str) -> BufferedReader:
 
     OSError for anything else: a named pipe would wait for a writer, and a device may never end.
     """
-    problem = "this is no regular file but a pipe, socket or device; remove it"
+    problem = "this is not a regular file but a pipe, socket or device; remove it"
     try:
         # To open a named pipe would wait without O_NONBLOCK, which regular files ignore.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -98,7 +98,7 @@ def read_lines(
                     raise UnicodeError("no text")
                 if line := line.strip():
                     yield number, line
-    # Of object storage, whose errors are OSErrors too.
+    # StorageError is an OSError too.
     except UserError:
         raise
     except OSError as error:
@@ -172,7 +172,7 @@ def check_regular(path: Path) -> None:
     A link may lead to any file, and to open a pipe may wait without end.
     """
     if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
-        raise UserError(f"{path} is no regular file; remove it or choose another --out")
+        raise UserError(f"{path} is not a regular file; remove it or choose another --out")
 
 
 def check_ending(path: Path, ending: str, option: str) -> None:

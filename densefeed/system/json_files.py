@@ -1,4 +1,4 @@
-"""Read JSON from files that may be cut, damaged or hostile: one sentence for every fault."""
+"""Read JSON from files that may be truncated, damaged or hostile: one sentence for every fault."""
 
 import json
 from pathlib import Path
@@ -73,9 +73,9 @@ def is_number(value: object) -> bool:
 
 
 def check_number(path: Path, name: str, value: object, most: float, remedy: str) -> None:
-    """Raise UserError if a value of a JSON file is no number from 0 to `most`.
+    """Raise UserError if a value of a JSON file is not a number from 0 to `most`.
 
     The error names the file and the value, and ends in `remedy`.
     """
     if not is_number(value) or not 0 <= value <= most:
-        raise UserError(f"{path} is damaged ({name} is no number from 0 to {most:,}); {remedy}")
+        raise UserError(f"{path} is damaged ({name} is not a number from 0 to {most:,}); {remedy}")

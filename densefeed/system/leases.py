@@ -212,7 +212,7 @@ def list_holders(
         content = objects.read(f"{FOLDER}/{file}") if known else None
         beat = content and read_beat(content)
         if beat and not beat.released and now - changed < seconds:
-            # Of a piece of work only the last generation counts.
+            # Only the last generation of a piece of work counts.
             holders[name] = max(
                 holders.get(name, (0, beat)), (int(generation), beat), key=itemgetter(0)
             )

@@ -89,7 +89,7 @@ def check_version(file: RemoteFile, meta: Any) -> None:
 
 def explain_cut(file: RemoteFile) -> StorageError:
     """Return the error of a reply that is too short."""
-    return StorageError(f"{file.url}: a reply was cut; run the command again")
+    return StorageError(f"{file.url}: a reply was truncated; run the command again")
 
 
 def read_ranges(file: RemoteFile, ranges: list[tuple[int, int]]) -> list[memoryview]:

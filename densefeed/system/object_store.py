@@ -38,8 +38,8 @@ RETRIES = {
         "base": 2,
     },
 }
-# Attempts at what obstore does not repeat, and seconds between them: a request whose reply was cut,
-# or did not come in time.
+# Attempts at what obstore does not repeat, and seconds between them: a request whose reply was
+# truncated, or did not come in time.
 ATTEMPTS, PAUSE_SECONDS = 3, 0.3
 ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
 # Why a request failed, by the provider's code or obstore's words, and the remedy. The first counts.
@@ -64,8 +64,8 @@ REASONS = {
         "a setting in the environment cannot be read; correct AWS_TIMEOUT (such as 120s) and others"
     ),
     r"builder error": (
-        "the endpoint is no https URL; correct AWS_ENDPOINT_URL, or set AWS_ALLOW_HTTP=true for a "
-        "server in your own network"
+        "the endpoint is not an https URL; correct AWS_ENDPOINT_URL, or set AWS_ALLOW_HTTP=true "
+        "for a server in your own network"
     ),
     r"PermanentRedirect|AuthorizationHeaderMalformed|Received redirect without LOCATION": (
         "the bucket is in another region; set AWS_REGION in the environment"
@@ -134,7 +134,7 @@ def open_bucket(bucket: str) -> Any:
     for name in ENDPOINTS:
         # obstore would panic.
         if not re.match(r"https?://[\w\[]", os.environ.get(name, "https://x")):
-            raise UserError(f"{name} is no URL; set it to https://HOST or http://HOST:PORT")
+            raise UserError(f"{name} is not a URL; set it to https://HOST or http://HOST:PORT")
     # Options of the client would replace those of the environment.
     with name_storage_errors(bucket):
         return from_url(bucket, retry_config=RETRIES)
@@ -157,7 +157,7 @@ def name_storage_errors(url: str) -> Iterator[None]:
 def explain(error: Exception) -> str:
     """Return why a request failed, and the remedy."""
     text = f"{type(error).__name__} {error}"
-    # Names of objects, which the error quotes too, are no reason.
+    # Names of objects, which the error quotes too, are not a reason.
     text = re.sub(r"https?://(?!169\.254\.|metadata\.google)\S+|path:? \S+|location \S+", "", text)
     return next((why for words, why in REASONS.items() if re.search(words, text)), UNKNOWN)
 

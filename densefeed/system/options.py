@@ -116,7 +116,7 @@ def check_type(name: str, hint: Any, value: Any) -> None:
         if has_bool(value):
             text = str(hint)
             if "bool" not in text and ("int" in text or "float" in text):
-                raise TypeCheckError("True and False are no numbers")
+                raise TypeCheckError("True and False are not numbers")
     except TypeCheckError as error:
         kind = get_args(hint)[0] if metadata(hint) else hint
         if get_origin(kind) is Literal:
@@ -227,7 +227,7 @@ def from_dict(template: Nested, values: Mapping[str, Any]) -> Nested:
             found[name] = from_dict(own, value)
         elif value is not None and Path in (kind, *get_args(kind)):
             if not isinstance(value, str) or "\0" in value:
-                raise TypeError(f"{name} is no path")
+                raise TypeError(f"{name} is not a path")
             # JSON has no paths.
             found[name] = parse_location(value) if ObjectURL in get_args(kind) else Path(value)
         else:

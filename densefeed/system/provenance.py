@@ -100,7 +100,7 @@ def check_replaceable(path: Path, key: str, option: str) -> None:
     """
     remedy = f"choose another {option}"
     if os.path.lexists(path) and key not in read_json(path, remedy):
-        raise UserError(f"{path} is no earlier output, and would be replaced; {remedy}")
+        raise UserError(f"{path} is not an earlier output, and would be replaced; {remedy}")
 
 
 def write_json(path: Path, document: dict | list) -> None:

@@ -10,7 +10,7 @@ from densefeed.system.options import parse_arguments
 from densefeed.tools.ablations import RUNS
 
 FORBIDDEN = {
-    # The table of pairs of cells in a window is no weight: 0.8 GB.
+    # The table of pairs of cells in a window is not a weight: 0.8 GB.
     "window_size": 100,
     **{"checkpoint_path": "x.pt", "pretrained": True, "cache_dir": "/tmp", "features_only": True},
     **{"pretrained_cfg": {"file": "x"}, "act_layer": "gelu", "scriptable": True, "x" * 90: 1},

@@ -182,7 +182,7 @@ def test_a_damaged_or_truncated_row_is_reported(stores, folder, tmp_path, capsys
     source = FolderSource(folder, "train", path)
     with open(path, "r+b") as file:
         file.truncate(int(places[0, 0]) + 3)
-    with pytest.raises(UserError, match=r"maps.h5 was cut while it was open"):
+    with pytest.raises(UserError, match=r"maps.h5 was truncated while it was open"):
         source.check_map(7)
 
 

@@ -243,7 +243,7 @@ def test_a_replaced_object_that_another_run_reads(url, local, tmp_path):
         ("ExpiredToken", "the credentials have expired"),
         ("NoSuchBucket", "there is no such bucket"),
         ("SlowDown", "the storage refuses more requests"),
-        ("cut", "the storage|a reply was cut"),
+        ("cut", "the storage|a reply was truncated"),
     ],
 )
 def test_storage_that_fails_for_good(url, tmp_path, disturb, fault, reason):

@@ -953,7 +953,7 @@ def test_a_first_batch_that_cannot_be_right_is_refused(random_maps):
         (spoiled("view", 1, float("nan")), "sample 6 has a View"),
         (
             spoiled("window", 0, torch.tensor([0.5, 0, 0.5, 1])),
-            "sample 5 has a Window that is no part of its image",
+            "sample 5 has a Window that is not part of its image",
         ),
         (good._replace(map_lse=None), "did not come with the batch"),
         (

@@ -195,7 +195,7 @@ def test_what_is_no_copy_stays(many, whole, bucket, tmp_path):
     with pytest.raises(UserError, match=r"maps/manifest.json: there is no such object; correct"):
         fetch(out, tmp_path / "copy")
     store_whole(whole, out)
-    with pytest.raises(UserError, match="is no copy of a store; remove it or name another"):
+    with pytest.raises(UserError, match="is not a copy of a store; remove it or name another"):
         fetch(out, shutil.copytree(whole, tmp_path / "labeled"))
     join(many, tmp_path / "other", top_k=1)
     (tmp_path / "other" / PLAN).unlink()

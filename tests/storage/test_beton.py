@@ -337,7 +337,7 @@ def test_a_cut_anywhere_is_refused(packed, share):
 def test_a_longer_file_is_refused(packed, tmp_path):
     _, whole, _ = packed
     (tmp_path / "x.beton").write_bytes(whole + bytes(24))
-    with pytest.raises(UserError, match=r"cut or damaged"):
+    with pytest.raises(UserError, match=r"truncated or corrupt"):
         Beton(tmp_path / "x.beton")
 
 
@@ -391,10 +391,10 @@ def test_no_descriptor_stays_open(packed):
 def test_errors_name_the_file(tmp_path, packed):
     with pytest.raises(UserError, match=r"nowhere.beton: there is no such file"):
         Beton(tmp_path / "nowhere.beton")
-    with pytest.raises(UserError, match=r"is no file"):
+    with pytest.raises(UserError, match=r"is not a file"):
         Beton(tmp_path)
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UserError, match=r"is no file"):  # opening it would wait for a writer
+    with pytest.raises(UserError, match=r"is not a file"):  # opening it would wait for a writer
         Beton(tmp_path / "pipe")
     path = tmp_path / "x.beton"
     path.write_bytes(b"\x01" * 5000)
@@ -823,7 +823,7 @@ def test_what_is_no_file_of_a_packing_is_not_opened(tmp_path, end, kind):
         os.mkfifo(path)
     else:
         path.symlink_to("mine" if kind == "link" else "nowhere")
-    with pytest.raises(UserError, match=rf"^{path} is no regular file; remove it or choose"):
+    with pytest.raises(UserError, match=rf"^{path} is not a regular file; remove it or choose"):
         BetonWriter(tmp_path / "x.beton", 7, [], NOTES)
     assert (tmp_path / "mine").read_text() == "mine"
     assert sorted(os.listdir(tmp_path)) == ["mine", path.name]
@@ -923,7 +923,7 @@ def test_verify_names_every_damaged_sample(packed, tmp_path, command):
     assert f"{sound}: no faults" in done.stdout
     assert f"{bad} image 2: its arrays are damaged" in done.stdout
     assert f"{bad} image 6 is damaged" in done.stdout
-    assert f"{cut} is cut or damaged" in done.stdout
+    assert f"{cut} is truncated or corrupt" in done.stdout
     assert "bad.beton (2)" in done.stderr
     module.verify_files((sound,))
 

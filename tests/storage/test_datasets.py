@@ -680,7 +680,7 @@ def test_a_list_names_nothing_outside_of_its_root(domain, path):
 def test_a_list_without_end_is_refused(domain, make):
     make(domain / "endless.txt")
     with pytest.raises(
-        UserError, match=r"endless.txt(: this is no regular file| is not a text file)"
+        UserError, match=r"endless.txt(: this is not a regular file| is not a text file)"
     ):
         Images(domain, f"list/{domain / 'endless.txt'}")
 

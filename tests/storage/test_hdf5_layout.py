@@ -70,7 +70,7 @@ def plant(file, what):
         file["y"] = h5py.SoftLink("/x")
     elif what == "root group is not stored as a symbol table":
         file["y"] = h5py.ExternalLink("other.h5", "/x")
-    elif what == "is no dataset":
+    elif what == "is not a dataset":
         file.create_group("y")
     elif what == "is not contiguous":
         file.create_dataset("y", data=np.zeros(8), chunks=(2,))
@@ -83,7 +83,7 @@ def plant(file, what):
     elif what == "is empty, or reaches beyond the end":
         file["y"] = np.zeros(0)
     else:
-        assert what == "attribute 'text' is no text and no number"
+        assert what == "attribute 'text' is neither text nor a number"
         file.attrs["text"] = np.zeros(3)
 
 
@@ -92,12 +92,12 @@ def plant(file, what):
     [
         "is a link",
         "root group is not stored as a symbol table",
-        "is no dataset",
+        "is not a dataset",
         "is not contiguous",
         "has filters or lies in another file",
         "shared type",
         "is empty, or reaches beyond the end",
-        "attribute 'text' is no text and no number",
+        "attribute 'text' is neither text nor a number",
     ],
 )
 def test_what_no_store_holds_is_refused(tmp_path, what):

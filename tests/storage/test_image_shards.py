@@ -217,21 +217,21 @@ HOSTILE_TARS = {
     "xz": (changed(ONE, compress("lzma")), "is compressed with xz"),
     "cut in a file": (
         changed(files("cat/a.jpg", cat=JPEG * 99), lambda c: c[:600]),
-        "has no end mark|is cut",
+        "has no end mark|is truncated",
     ),
     "cut in a header": (changed(ONE, lambda c: c[:1300]), "has no end mark"),
     "cut between files": (changed(ONE, lambda c: c[:1024]), "has no end mark"),
-    "empty": (changed(ONE, lambda c: b""), "is no tar file"),
-    "no tar": (changed(ONE, lambda c: b"x" * 5000), "is no tar file"),
+    "empty": (changed(ONE, lambda c: b""), "is not a tar file"),
+    "no tar": (changed(ONE, lambda c: b"x" * 5000), "is not a tar file"),
     "joined": (changed(ONE, lambda c: c + c), "holds data behind its end mark"),
-    "bit": (changed(ONE, lambda c: c[:3] + b"\1" + c[4:]), "is no tar file"),
+    "bit": (changed(ONE, lambda c: c[:3] + b"\1" + c[4:]), "is not a tar file"),
     "huge": (
         changed(ONE, with_header(lambda c: c.__setitem__(slice(124, 136), b"7" * 11 + b"\0"))),
         "a member ends behind its end",
     ),
     "negative": (
         changed(ONE, with_header(lambda c: c.__setitem__(slice(124, 136), b"\xff" * 12))),
-        "is no tar file",
+        "is not a tar file",
     ),
     "binary size": (
         changed(ONE, with_header(lambda c: c.__setitem__(slice(124, 136), b"\x80" + b"\x7f" * 11))),
@@ -247,7 +247,7 @@ HOSTILE_TARS = {
     "many digits": (files("a.jpg", "a.cls", cls=b"1" * 32), "a.cls has the label '1111"),
     "long label": (files("a.jpg", "a.cls", cls=b"1" * 99), "a.cls has 99 bytes, more than the 32"),
     "true label": (files("a.jpg", "a.json", son=b'{"label": true}'), "has the label 'True'"),
-    "no JSON": (files("a.jpg", "a.json", son=b"{"), "a.json is no JSON"),
+    "no JSON": (files("a.jpg", "a.json", son=b"{"), "a.json is not JSON"),
     "deep JSON": (files("a.jpg", "a.json", son=b"[" * 100_000), "nested too deeply"),
     "long JSON": (files("a.jpg", "a.json", son=b" " * 2**21), "a.json has 2,097,152 bytes"),
 }
@@ -421,7 +421,7 @@ HOSTILE_TABLES = {
     "high label": (labels(pa.uint64(), 2**64 - 1), "has the label '18446744073709551615'"),
     "names": (
         metadata(b'{"info": {"features": {"label": {"_type": "ClassLabel", "names": 3}}}}'),
-        "class names that are no texts",
+        "class names that are not text",
     ),
     "one name twice": (
         metadata(
@@ -433,8 +433,8 @@ HOSTILE_TABLES = {
     ),
     "no JSON": (metadata(b"{"), "has damaged metadata of Hugging Face"),
     "a list": (metadata(b"[]"), "has damaged metadata of Hugging Face"),
-    "empty": (lambda path: path.write_bytes(b""), "is no Parquet file, or damaged"),
-    "no Parquet": (lambda path: path.write_bytes(b"PAR1" + b"x" * 99), "is no Parquet file, or"),
+    "empty": (lambda path: path.write_bytes(b""), "is not a Parquet file, or is damaged"),
+    "no Parquet": (lambda path: path.write_bytes(b"PAR1" + b"x" * 99), "is not a Parquet file, or"),
     "no rows": (
         lambda path: write_parquet(path, [], ["cat"]),
         "holds no rows in its Parquet files",

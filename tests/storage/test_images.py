@@ -295,6 +295,6 @@ def test_a_file_without_end_is_not_read(tmp_path):
     with pytest.raises(OSError, match=r"this file has more than 320 MiB"):
         images.read(0)
     for index in (1, 2):
-        with pytest.raises(OSError, match=r"this is no regular file"):
+        with pytest.raises(OSError, match=r"this is not a regular file"):
             images.read(index)
     assert images.fingerprint()

@@ -238,7 +238,7 @@ def plant(maps, what):
         maps.cls[6, 0, 0, 2] = maps.cls[6, 0, 0, 0]
     elif what == "class 20 of 20":
         maps.cls[6, 0, 3, 1] = 20
-    elif what == "a Window that is no part of the image":
+    elif what == "a Window that is not part of the image":
         maps.window[6, 0] = 1
     else:
         assert what == "a logit that is not finite"
@@ -249,7 +249,7 @@ VALUES = (
     "logits that do not descend",
     "a class twice in one cell",
     "class 20 of 20",
-    "a Window that is no part of the image",
+    "a Window that is not part of the image",
     "probabilities that sum to more than 1",
     "a logit that is not finite",
 )

@@ -450,7 +450,7 @@ def test_a_pipe_or_a_device_in_a_pack_is_reported_and_does_not_hang(pack, tmp_pa
         make(labels / name)
     with pytest.raises(UserError, match=r"3 images have no usable map - not readable: 3 ") as error:
         import_pack(images, declared(images, labels), tmp_path / "maps.h5", 2)
-    assert str(error.value).count("this is no regular file") == 2
+    assert str(error.value).count("this is not a regular file") == 2
 
 
 @pytest.mark.parametrize(

@@ -135,9 +135,9 @@ def test_a_shard_that_is_replaced_meanwhile_is_an_error_and_then_the_new_one(
 @pytest.mark.parametrize(
     ("kind", "damage", "said"),
     [
-        ("tar", lambda old: old[: len(old) // 2], "is cut: a member ends|has no end mark"),
+        ("tar", lambda old: old[: len(old) // 2], "is truncated: a member ends|has no end mark"),
         ("tar", lambda old: b"\x1f\x8b" + old[2:], "is compressed with gzip"),
-        ("parquet", lambda old: old[: len(old) // 2], "is no Parquet file, or damaged"),
+        ("parquet", lambda old: old[: len(old) // 2], "is not a Parquet file, or is damaged"),
     ],
 )
 def test_damaged_shards_are_named(remote, local, kind, damage, said):

@@ -198,9 +198,9 @@ def test_every_flipped_bit_of_a_row_is_detected(tmp_path, random_maps):
         ("logit", -np.inf, "a logit that is not finite"),
         ("lse", np.inf, "a logsumexp that is not finite"),
         ("cls", 9, "class 9 of 9"),
-        ("window", np.nan, "a Window that is no part of the image"),
-        ("window", 1.5, "a Window that is no part of the image"),
-        ("window", 0.0, "a Window that is no part of the image"),
+        ("window", np.nan, "a Window that is not part of the image"),
+        ("window", 1.5, "a Window that is not part of the image"),
+        ("window", 0.0, "a Window that is not part of the image"),
     ],
 )
 def test_invalid_values_are_named(tmp_path, random_maps, field, value, what):
@@ -383,8 +383,8 @@ DATASETS = {
         lambda file: file.update(x=h5py.ExternalLink("/etc/passwd", "/x")),
         "root group is not stored as a symbol table",
     ),
-    "a group": (lambda file: file.create_group("x"), "'x' is no dataset"),
-    "another dataset": (lambda file: file.update(x=np.zeros(3)), "holds 'x', which is no part"),
+    "a group": (lambda file: file.create_group("x"), "'x' is not a dataset"),
+    "another dataset": (lambda file: file.update(x=np.zeros(3)), "holds 'x', which is not part"),
     "a checksum of another type": (
         lambda file: file.attrs.update(names_crc32="x"),
         "is not a score map file",
@@ -408,7 +408,7 @@ def test_a_link_in_place_of_an_unfinished_store_is_refused(tmp_path, target):
     (tmp_path / "mine").write_text("mine")
     part = tmp_path / "maps.h5.part"
     part.symlink_to(target)
-    with pytest.raises(UserError, match=rf"^{part} is no regular file; remove it or choose"):
+    with pytest.raises(UserError, match=rf"^{part} is not a regular file; remove it or choose"):
         ScoreMapWriter(tmp_path / "maps.h5", HEADER, PATHS, LABELS)
     assert sorted(os.listdir(tmp_path)) == ["maps.h5.part", "mine"]
     assert (tmp_path / "mine").read_text() == "mine"
@@ -532,7 +532,7 @@ def test_only_regular_files_are_opened(tmp_path):
     """Opening a named pipe would wait for its writer."""
     os.mkfifo(tmp_path / "pipe.h5")
     for path in (tmp_path / "pipe.h5", "/dev/zero"):
-        with pytest.raises(UserError, match=rf"{path}: this is no regular file"):
+        with pytest.raises(UserError, match=rf"{path}: this is not a regular file"):
             ScoreMapStore(path)
     with pytest.raises(UserError, match="is a folder"):
         ScoreMapStore(tmp_path)
@@ -554,7 +554,7 @@ def test_a_store_that_is_cut_while_it_is_open_ends_in_one_sentence(tmp_path, ran
         lambda: store.image_path(3),
         lambda: store.names_match(),
     ):
-        with pytest.raises(UserError, match=rf"{form}.h5 was cut while it was open; copy it"):
+        with pytest.raises(UserError, match=rf"{form}.h5 was truncated while it was open; copy it"):
             read()
     store.close()
     with pytest.raises(ValueError, match="is closed"):

@@ -308,9 +308,9 @@ def make_socket(path):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (os.mkfifo, "this is no regular file"),
-        (make_socket, "this is no regular file"),
-        (lambda path: path.symlink_to("/dev/zero"), "this is no regular file"),
+        (os.mkfifo, "this is not a regular file"),
+        (make_socket, "this is not a regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "this is not a regular file"),
         (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
         (lambda path: path.mkdir(), "Is a directory"),
         (lambda path: path.symlink_to("nowhere"), "No such file or directory"),

@@ -62,6 +62,6 @@ def test_pipes_and_devices_do_not_hang(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "zero").symlink_to("/dev/zero")
     for name in ("fifo", "zero"):
-        with pytest.raises(OSError, match="this is no regular file") as error:
+        with pytest.raises(OSError, match="this is not a regular file") as error:
             read_json(tmp_path / name, "")
         assert error.value.filename == str(tmp_path / name)

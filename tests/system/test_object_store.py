@@ -162,7 +162,7 @@ def test_obstore_is_named_if_it_is_missing(bucket, monkeypatch):
 @pytest.mark.parametrize("value", ["", "minio:9000", "https://"])
 def test_an_endpoint_that_is_no_url_is_refused(bucket, monkeypatch, value):
     monkeypatch.setenv("AWS_ENDPOINT_URL", value)
-    with pytest.raises(UserError, match=r"AWS_ENDPOINT_URL is no URL; set it to https://HOST"):
+    with pytest.raises(UserError, match=r"AWS_ENDPOINT_URL is not a URL; set it to https://HOST"):
         connect(bucket)
 
 

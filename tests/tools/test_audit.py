@@ -68,7 +68,9 @@ def test_json_of_something_else_is_not_replaced(scenes, located, tmp_path, name)
     other = tmp_path / "boxes.json"
     other.write_text("{}")
     path = other if name == "json" else other.with_suffix(".html")
-    with pytest.raises(UserError, match=rf"^{other} is no earlier output, .* another --{name}$"):
+    with pytest.raises(
+        UserError, match=rf"^{other} is not an earlier output, .* another --{name}$"
+    ):
         audit_tool.main(make_options(scenes / "maps.h5", located, **{name: path}))
     assert os.listdir(tmp_path) == ["boxes.json"]
 

@@ -96,7 +96,9 @@ def test_timm_loads_the_model_bit_by_bit(runs, tmp_path, name, weights):
 def test_the_config_of_a_run_is_not_replaced(runs, tmp_path):
     (tmp_path / "config.json").write_text('{"data": {}}')
     checkpoint = next(iter(sorted(runs.rglob("*.pt"))))
-    with pytest.raises(UserError, match=r"config.json is no earlier output, and would be replaced"):
+    with pytest.raises(
+        UserError, match=r"config.json is not an earlier output, and would be replaced"
+    ):
         export.main(Export(checkpoint=checkpoint, out=tmp_path))
     assert (tmp_path / "config.json").read_text() == '{"data": {}}'
 
@@ -160,7 +162,7 @@ def test_an_end_between_two_names_leaves_no_config(runs, tmp_path, monkeypatch):
 def test_a_folder_in_place_of_a_file_changes_nothing(runs, tmp_path):
     checkpoint = next(iter(sorted(runs.rglob("*.pt"))))
     (tmp_path / "model.safetensors").mkdir()
-    with pytest.raises(UserError, match=r"model.safetensors is no regular file; remove it"):
+    with pytest.raises(UserError, match=r"model.safetensors is not a regular file; remove it"):
         export.main(Export(checkpoint=checkpoint, out=tmp_path))
     assert os.listdir(tmp_path) == ["model.safetensors"]
 

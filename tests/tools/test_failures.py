@@ -133,7 +133,7 @@ def test_truncated_files_stop_a_training_before_it_starts(folder, maps, tmp_path
     os.truncate(tmp_path / "x.beton", 9_000_000)
     text = "train.py lvvit_micro_ce --loader ffcv --data x.beton --out run --epochs 1 --val"
     done = run(text, folder, cwd=tmp_path)
-    assert_refused(done, "x.beton is cut or damaged", "pack or copy")
+    assert_refused(done, "x.beton is truncated or corrupt", "pack or copy")
     shutil.copy(maps, tmp_path / "maps.h5")
     os.truncate(tmp_path / "maps.h5", 2_000)
     text = "train.py lvvit_micro_relabel --loader folder --score-maps maps.h5 --out run --data"

@@ -263,7 +263,7 @@ def test_after_a_bad_file_is_removed_packing_starts_over_as_the_error_says(folde
     with pytest.raises(UserError) as refused:
         main(Packing(data=root, out=out))
     assert str(refused.value) == (
-        f"1 image cannot be packed: {victim}: this is no regular file but a pipe, socket or "
+        f"1 image cannot be packed: {victim}: this is not a regular file but a pipe, socket or "
         "device; remove it; replace this file and run this command again, which packs only it, or "
         f"add --on-bad-sample skip; after removing an image, remove {out}.part and "
         f"{out}.part.rows too"

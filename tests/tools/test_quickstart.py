@@ -45,10 +45,10 @@ def flow(tmp_path):
         (b"\xff", "can't decode byte 0xff"),
         (b'{"top1": NaN}', "NaN is not a finite number"),
         *(
-            (b'{"top1": %s}' % value, "top1 is no number from 0 to 1")
+            (b'{"top1": %s}' % value, "top1 is not a number from 0 to 1")
             for value in (b"null", b'"0.5"', b"[0.5]", b"true", b"1e308", b"-0.1")
         ),
-        (b"{}", "top1 is no number from 0 to 1"),
+        (b"{}", "top1 is not a number from 0 to 1"),
     ],
 )
 def test_a_damaged_result_of_a_finished_run_is_named(flow, content, fault):
@@ -69,11 +69,11 @@ def test_a_damaged_result_of_a_finished_run_is_named(flow, content, fault):
     [
         ("", "Expecting value"),
         ("[]", "it does not hold an object"),
-        ("{}", "image.all is no number from 0 to 1"),
-        (json.dumps(PURITY | {"token": 1}), "token.all is no number from 0 to 1"),
-        (json.dumps(PURITY | {"token": {"all": 0.5}}), "token.largest is no number from 0 to 1"),
-        (json.dumps(PURITY | {"token": dict.fromkeys(PARTS, 1e308)}), "token.all is no number"),
-        (json.dumps(PURITY | {"token": dict.fromkeys(PARTS)}), "token.all is no number"),
+        ("{}", "image.all is not a number from 0 to 1"),
+        (json.dumps(PURITY | {"token": 1}), "token.all is not a number from 0 to 1"),
+        (json.dumps(PURITY | {"token": {"all": 0.5}}), "token.largest is not a number from 0 to 1"),
+        (json.dumps(PURITY | {"token": dict.fromkeys(PARTS, 1e308)}), "token.all is not a number"),
+        (json.dumps(PURITY | {"token": dict.fromkeys(PARTS)}), "token.all is not a number"),
     ],
 )
 def test_damaged_shares_of_correct_labels_are_named(flow, content, fault):
@@ -90,11 +90,11 @@ def test_pipes_and_devices_among_the_results_are_refused(flow, name):
     path = flow.out / name
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(OSError, match="this is no regular file"):
+    with pytest.raises(OSError, match="this is not a regular file"):
         main(flow)
     path.unlink()
     path.symlink_to("/dev/zero")
-    with pytest.raises(OSError, match="this is no regular file"):
+    with pytest.raises(OSError, match="this is not a regular file"):
         main(flow)
 
 

@@ -181,7 +181,7 @@ def test_the_report_shows_how_many_images_were_evaluated(run_folder):
         ("environment.json", b"{}", "environment.json is damaged (cores is missing)"),
         ("environment.json", None, "run is not a run folder (environment.json is missing)"),
         ("result.json", b'{"top1": NaN}', "result.json is damaged (NaN is not a finite number)"),
-        ("result.json", b'{"top1": 1}', "result.json is damaged (seconds is no number from 0"),
+        ("result.json", b'{"top1": 1}', "result.json is damaged (seconds is not a number from 0"),
         ("metrics.jsonl", b"\xff\n", "metrics.jsonl is damaged in line 1 ("),
         ("metrics.jsonl", b'{"kind": "val"}\n', "metrics.jsonl is damaged in line 1 (it is no"),
         ("metrics.jsonl", b" " * 2**20, "metrics.jsonl is damaged in line 1 (Expecting value"),
@@ -260,7 +260,7 @@ def test_the_true_boxes_are_not_replaced_by_the_numbers(run_folder, tmp_path):
     boxes = tmp_path / "boxes.json"
     boxes.write_text('{"scenes": {}}')
     with pytest.raises(
-        UserError, match=rf"^{boxes} is no earlier output, .*; choose another --out"
+        UserError, match=rf"^{boxes} is not an earlier output, .*; choose another --out"
     ):
         main(Report(runs=(run_folder,), boxes=boxes, out=tmp_path / "boxes.html"))
     assert boxes.read_text() == '{"scenes": {}}'
@@ -284,7 +284,7 @@ def test_pipes_in_a_run_folder_do_not_hang(run_folder):
         content = (run_folder / name).read_bytes()
         (run_folder / name).unlink()
         os.mkfifo(run_folder / name)
-        with pytest.raises(OSError, match="this is no regular file"):
+        with pytest.raises(OSError, match="this is not a regular file"):
             main(Report(runs=(run_folder,)))
         (run_folder / name).unlink()
         (run_folder / name).write_bytes(content)

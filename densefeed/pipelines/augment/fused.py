@@ -84,7 +84,7 @@ def pack(choice: AugmentPlan, samples: int, device: torch.device) -> SamplePlan:
     numbers = np.split(choice.number.numpy().view(np.int32), np.cumsum([R, 6 * M, 6 * M]))
     tables = choice.table.numpy().ravel().view(np.int32)
     parts = [code_R, warp_N, box_start, box_B6[:, 1:].ravel(), *entries, *numbers, tables]
-    # Triton compiles another variant of a kernel where a pointer is no multiple of 16 bytes.
+    # Triton compiles another variant of a kernel where a pointer is not a multiple of 16 bytes.
     parts = [np.pad(part, (0, -len(part) % 4)) for part in parts]
     words = torch.from_numpy(np.concatenate(parts))
     words = send(words, device).split([len(part) for part in parts])

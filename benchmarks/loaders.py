@@ -320,7 +320,7 @@ def time_stages(config: PeerConfig, epoch: int) -> dict[str, float]:
     source, plan, memory = FfcvSource(config.data.beton), config.plan(), Memory()
     taken = dict.fromkeys((*native.STAGES, "plan"), 0.0)
     pixels = np.zeros((config.batch, config.size, config.size, 3), np.uint8)
-    for ids in plan.shard(epoch).index:
+    for ids in plan.rank_rows(epoch).index:
         start = time.perf_counter()
         samples = source.begin(ids).wait().samples
         sides = samples["height"], samples["width"]

@@ -504,7 +504,7 @@ def test_the_cause_of_a_bad_step_is_found_by_doing_it_again(micro, tmp_path, mon
 
     monkeypatch.setattr(densefeed.step, "augment_batches", spoilt)
     plan = train_loader(micro(tmp_path / "run")).plan
-    index = plan.shard(1)[0]
+    index = plan.rank_rows(1)[0]
     at = int((index == 7).any(1).argmax())
     with pytest.raises(UserError) as error:
         training.train(micro(tmp_path / "run"))

@@ -376,7 +376,7 @@ class ThreadedLoader:
         Yields those of one batch, or of several if the source only locates them.
         """
         source, plan, size = self.source, self.plan, self._size
-        shard, many = plan.shard(epoch), max(1, PLANNED // size)
+        shard, many = plan.rank_rows(epoch), max(1, PLANNED // size)
         batches = len(shard.index)
         # With buckets every batch has crops of its own aspect.
         once = many if source.locates and prepare is None and plan.buckets is None else 1

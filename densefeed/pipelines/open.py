@@ -217,7 +217,7 @@ def open_dataset(
     *,
     batch: int,
     seed: int,
-    parts: int = 0,
+    microbatches: int = 0,
     rank: int = 0,
     ranks: int = 1,
     maps: bool = True,
@@ -228,7 +228,7 @@ def open_dataset(
     Args:
         batch: images of a global batch, all ranks together.
         seed: key of every random draw.
-        parts: forward passes that a global batch is cut into, see `EpochPlan`.
+        microbatches: forward passes that a global batch is divided into, see `EpochPlan`.
         maps: whether training batches carry score maps, if the set has any.
         device: where DALI decodes.
 
@@ -254,7 +254,7 @@ def open_dataset(
         repeats=data.repeats if training else 1,
         rank=rank,
         ranks=ranks,
-        parts=parts,
+        microbatches=microbatches,
         sizes=data.all_sizes if training else ((0, data.size),),
         multi_scale=data.multi_scale if training else (),
         buckets=make_buckets(data, source) if training and data.aspects else None,
@@ -300,7 +300,7 @@ def check_memory(plan: EpochPlan) -> None:
 
     Linux grants such memory and kills the process when it is used.
     """
-    count = plan.batch // (plan.parts or plan.ranks)
+    count = plan.batch // (plan.microbatches or plan.ranks)
     largest = max(plan.shapes(), key=math.prod)
     needed, free = 3 * count * math.prod(largest), free_memory(CPU)
     if needed > free:

@@ -83,11 +83,11 @@ class EpochPlan:
         hflip: probability of a left-right flip.
         crop_interpolation: the filter that resizes crops, antialiased; `random`, in training, draws
             one of the two for each crop.
-        rank, ranks: the rank whose rows `shard` returns, and the number of ranks.
-        parts: forward passes that a global batch is divided into, over all ranks; a multiple of
-            `ranks`; 0: one per rank. In training, row i and its mixing partner, row batch - 1 - i,
-            lie in one part, and a reversed part gives its partners: the pairs that are mixed do
-            not depend on parts and ranks.
+        rank, ranks: the rank whose rows `rank_rows` returns, and the number of ranks.
+        microbatches: forward passes that a global batch is divided into, over all ranks; a
+            multiple of `ranks`; 0: one per rank. In training, row i and its mixing partner, row
+            batch - 1 - i, lie in one microbatch, and a reversed microbatch gives its partners: the
+            pairs that are mixed do not depend on microbatches and ranks.
         sizes: progressive resolution, (from epoch, side of the network's input in pixels) ascending
             from epoch 0.
         multi_scale: in place of `sizes`, the sides of which every batch draws one, all equally
@@ -108,7 +108,7 @@ class EpochPlan:
     repeats: int = 1
     rank: int = 0
     ranks: int = 1
-    parts: int = 0
+    microbatches: int = 0
     sizes: tuple[tuple[int, int], ...] = ((0, 224),)
     multi_scale: tuple[int, ...] = ()
     buckets: AspectBuckets | None = None
@@ -120,7 +120,7 @@ class EpochPlan:
     def __post_init__(self) -> None:
         for name, hint in hints(EpochPlan).items():
             check_type(name, hint, to_plain(getattr(self, name)))
-        batch, ranks, parts = self.batch, self.ranks, self._parts
+        batch, ranks, microbatches = self.batch, self.ranks, self._microbatches
         for name in ("batch", "block", "window", "repeats", "ranks"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)} and must be at least 1")
@@ -133,15 +133,15 @@ class EpochPlan:
                     f"a batch of {batch} is not a multiple of the {count} {name}; "
                     "choose a batch that is"
                 )
-        if parts % ranks or batch % parts:
+        if microbatches % ranks or batch % microbatches:
             raise UserError(
-                f"{parts} parts of a batch of {batch} cannot be shared by {ranks} ranks; "
-                "choose a multiple of the ranks that divides the batch"
+                f"{microbatches} microbatches of a batch of {batch} cannot be shared by {ranks} "
+                "ranks; choose a multiple of the ranks that divides the batch"
             )
-        if self.mode == "train" and parts > 1 and batch // parts % 2:
+        if self.mode == "train" and microbatches > 1 and batch // microbatches % 2:
             raise UserError(
-                f"a batch of {batch} in {parts} parts has {batch // parts} images in each; "
-                "choose an even number, because an image and its mixing partner share a part"
+                f"a batch of {batch} in {microbatches} microbatches has "
+                f"{batch // microbatches} images in each; choose an even number, because an image and its mixing partner share one"
             )
         if not 0 <= self.rank < ranks:
             raise UserError(f"rank {self.rank} is out of range for {ranks} ranks, counted from 0")
@@ -171,32 +171,32 @@ class EpochPlan:
         return -(-self.num_samples * self._repeats // self.batch)
 
     @property
-    def _parts(self) -> int:
-        return self.parts or self.ranks
+    def _microbatches(self) -> int:
+        return self.microbatches or self.ranks
 
     @property
     def rows(self) -> np.ndarray:
         """This rank's rows of a global batch, part after part: int64 `[batch / ranks]`."""
-        size, local = self.batch // self.ranks, self._parts // self.ranks
+        size, local = self.batch // self.ranks, self._microbatches // self.ranks
         # Evaluation mixes nothing, and a single part contains both rows of every pair.
-        if self.mode == "evaluate" or self._parts == 1:
+        if self.mode == "evaluate" or self._microbatches == 1:
             return np.arange(self.rank * size, (self.rank + 1) * size)
         # Partners in reverse order, because a part is mixed with itself reversed (mixing.py).
-        half = self.batch // self._parts // 2
+        half = self.batch // self._microbatches // 2
         part = np.arange(self.rank * local, (self.rank + 1) * local)[:, None]
         low = part * half + np.arange(half)
         return np.concatenate([low, self.batch - 1 - low[:, ::-1]], axis=1).ravel()
 
     def part_weights(self, step: int) -> list[float]:
-        """Weight the mean loss of each of this rank's parts in a step.
+        """Weight the mean loss of each of this rank's microbatches in a step.
 
-        The mean over all parts of all ranks is then the mean over the global batch. Every weight
-        is 1 except in the padded last batch of an epoch.
+        The mean over all microbatches of all ranks is then the mean over the global batch. Every
+        weight is 1 except in the padded last batch of an epoch.
         """
         real = min(self.batch, self.num_samples * self._repeats - step * self.batch)
-        # All parts of all ranks are averaged alike, hence the product with their number.
-        counted = (self.rows < real).reshape(self._parts // self.ranks, -1).sum(1)
-        return (counted * (self._parts / real)).tolist()
+        # All microbatches of all ranks are averaged alike, hence the product with their number.
+        counted = (self.rows < real).reshape(self._microbatches // self.ranks, -1).sum(1)
+        return (counted * (self._microbatches / real)).tolist()
 
     @property
     def _repeats(self) -> int:
@@ -271,7 +271,7 @@ class EpochPlan:
         # Stable: numpy's default sort may order equal keys differently by processor.
         return np.argsort(keys, kind="stable")
 
-    def shard(self, epoch: int) -> RankRows:
+    def rank_rows(self, epoch: int) -> RankRows:
         """Return this rank's rows of every batch of the epoch.
 
         Global batch b is rows b * batch to (b + 1) * batch of the epoch's sequence, the permutation
@@ -405,14 +405,14 @@ class EpochPlan:
         generator = np.random.Generator(np.random.PCG64([int(word) for word in words]))
         return float(generator.beta(alpha, alpha))
 
-    def step_seed(self, epoch: int, step: int, part: int = 0) -> int:
-        """Return the 64-bit seed of the device's generator for this rank's part of a step.
+    def step_seed(self, epoch: int, step: int, microbatch: int = 0) -> int:
+        """Return the 64-bit seed of the device's generator for this rank's microbatch of a step.
 
-        `part` is the part's number. Stochastic depth uses the generator.
+        `microbatch` is its number. Stochastic depth uses the generator.
         """
-        # Parts are numbered over all ranks, so a part has the same seed whichever rank computes it.
-        first = self.rank * self._parts // self.ranks
-        high, low, _, _ = philox(self.seed, (epoch, step, STEP | (first + part) << 16, 0))
+        # Numbered over all ranks, so a microbatch has the same seed whichever rank computes it.
+        first = self.rank * self._microbatches // self.ranks
+        high, low, _, _ = philox(self.seed, (epoch, step, STEP | (first + microbatch) << 16, 0))
         return int(high) << 32 | int(low)
 
 

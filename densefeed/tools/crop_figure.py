@@ -57,7 +57,7 @@ def draw_figure(options: CropFigure) -> Image.Image:
         hflip=0.0,
     )
     # The plan shuffles: the sample is in some batch of epoch 0.
-    step, row = np.argwhere(plan.shard(0).index == options.index)[0].tolist()
+    step, row = np.argwhere(plan.rank_rows(0).index == options.index)[0].tolist()
     with closing(ThreadedLoader(source, plan, threads=1)) as loader:
         batch = next(loader.batches(0, step))
     class_NT, probability_NT = label_tokens(batch, loader.score_maps, grid)

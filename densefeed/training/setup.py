@@ -154,7 +154,7 @@ def open_loader(
         # An evaluation has as many images per forward pass as training, which fit into memory.
         batch=optim.batch if training else microbatch * ranks.size,
         seed=seed,
-        parts=optim.batch // microbatch if training and optim.microbatch else 0,
+        microbatches=optim.batch // microbatch if training and optim.microbatch else 0,
         rank=ranks.rank,
         ranks=ranks.size,
         maps=objective.needs_score_maps,

@@ -204,7 +204,7 @@ def test_three_epochs_of_odd_sizes_show_every_sample_once(photos):
                 repeats=repeats,
                 rank=rank,
                 ranks=ranks,
-                parts=ranks,
+                microbatches=ranks,
                 sizes=((0, 32), (2, 48)),
             )
             for rank in range(ranks)

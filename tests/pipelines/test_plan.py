@@ -288,14 +288,16 @@ def test_ranks_partition_an_epoch_and_no_sample_counts_twice(fields, epoch):
     """The ranks' rows of a batch together are those of one rank; every (sample, repeat) has weight
     1 exactly once.
     """
-    whole = plan(**fields).shard(epoch)
+    whole = plan(**fields).rank_rows(epoch)
     assert [part.dtype for part in whole] == [np.int64, np.int64, np.float32]
     assert whole.index.shape == (plan(**fields).batches, fields["batch"])
     for ranks, parts in ((2, 0), (4, 0), (1, 2), (2, 4)):
-        plans = [plan(**fields, rank=rank, ranks=ranks, parts=parts) for rank in range(ranks)]
+        plans = [
+            plan(**fields, rank=rank, ranks=ranks, microbatches=parts) for rank in range(ranks)
+        ]
         order = np.argsort(np.concatenate([one.rows for one in plans]))
         for field, shares in zip(
-            whole, zip(*(one.shard(epoch) for one in plans), strict=True), strict=True
+            whole, zip(*(one.rank_rows(epoch) for one in plans), strict=True), strict=True
         ):
             np.testing.assert_array_equal(np.concatenate(shares, axis=1)[:, order], field)
         # The weighted means of the parts average to the mean over the whole batch.
@@ -333,7 +335,7 @@ def test_ranks_partition_an_epoch_and_no_sample_counts_twice(fields, epoch):
 @settings(max_examples=50)
 def test_repeats_of_a_sample_share_a_batch_and_follow_the_order(fields):
     chosen = plan(**fields | {"mode": "train"})
-    shard, repeats = chosen.shard(0), fields["repeats"]
+    shard, repeats = chosen.rank_rows(0), fields["repeats"]
     groups = shard.index.reshape(chosen.batches, -1, repeats)
     assert (groups == groups[..., :1]).all()
     np.testing.assert_array_equal(
@@ -387,7 +389,7 @@ def test_block_order_deviates_from_uniform_as_documented():
         hits = 0
         for epoch in range(10):
             batch_of = np.empty(40_960, np.int64)
-            batch_of[plan(**fields, order=order).shard(epoch).index.ravel()] = (
+            batch_of[plan(**fields, order=order).rank_rows(epoch).index.ravel()] = (
                 np.arange(40_960) // 64
             )
             hits += (batch_of[1:] == batch_of[:-1]).mean() / 10
@@ -422,9 +424,12 @@ def test_sizes_change_at_the_given_epochs():
     [
         (dict(ranks=3), r"a batch of 32 is not a multiple of the 3 ranks"),
         (dict(repeats=3), r"a batch of 32 is not a multiple of the 3 repeats"),
-        (dict(ranks=2, parts=3), r"3 parts of a batch of 32 cannot be shared by 2 ranks"),
-        (dict(parts=5), r"5 parts of a batch of 32 cannot be shared"),
-        (dict(parts=32), r"has 1 images in each; choose an even number"),
+        (
+            dict(ranks=2, microbatches=3),
+            r"3 microbatches of a batch of 32 cannot be shared by 2 ranks",
+        ),
+        (dict(microbatches=5), r"5 microbatches of a batch of 32 cannot be shared"),
+        (dict(microbatches=32), r"has 1 images in each; choose an even number"),
         (dict(rank=2, ranks=2), r"rank 2 is out of range for 2 ranks"),
         (dict(repeats=0), r"repeats is 0 and must be at least 1"),
         (dict(block=0), r"block is 0 and must be at least 1"),
@@ -461,7 +466,7 @@ def test_storage_is_prefetched_one_window_ahead(options, start):
         }
         | options
     )
-    rows, fetched = plan.shard(2).index[start:], []
+    rows, fetched = plan.rank_rows(2).index[start:], []
     runs = list(plan.runs(2, start))
     assert len(runs) == len(rows)
     for number, (ids, new) in enumerate(zip(rows, runs, strict=True)):

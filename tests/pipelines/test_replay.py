@@ -159,7 +159,9 @@ def test_merged_ranks_equal_one_rank(paths, expected_of, ranks, parts, plan, dal
     # Even if each rank reads another storage.
     kinds = ("maps inside", "folder", "maps beside", "no index")
     kinds = [f"dali {kind}" for kind in kinds] if dali else kinds
-    shares = [dict(rank=rank, ranks=ranks, parts=parts, **PLANS[plan]) for rank in range(ranks)]
+    shares = [
+        dict(rank=rank, ranks=ranks, microbatches=parts, **PLANS[plan]) for rank in range(ranks)
+    ]
     shards = [epoch(kinds[rank], paths, **share) for rank, share in enumerate(shares)]
     assert digest(*shards, rows=[plan_of(**share).rows for share in shares]) == expected_of(
         kinds[0], plan

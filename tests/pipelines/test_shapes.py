@@ -108,7 +108,7 @@ def test_batches_of_buckets_are_a_permutation(count, batch, repeats, number, see
     shapes = [chosen.shape(epoch, step) for step in range(chosen.batches)]
     known = [chosen.buckets.shape(224, bucket) for bucket in range(number)]
     assert set(shapes) <= set(known) == set(chosen.shapes())
-    shard, mixed = chosen.shard(epoch), 0
+    shard, mixed = chosen.rank_rows(epoch), 0
     for index, weight, shape in zip(shard.index, shard.weight, shapes, strict=True):
         own = Counter(chosen.buckets.bucket_N[index[weight == 1]].tolist())
         mixed += len(own) > 1
@@ -120,7 +120,7 @@ def test_batches_of_buckets_are_a_permutation(count, batch, repeats, number, see
         own = plan(
             count, chosen.buckets, batch=batch, repeats=repeats, seed=seed, rank=rank, ranks=2
         )
-        np.testing.assert_array_equal(own.shard(epoch).index, shard.index[:, own.rows])
+        np.testing.assert_array_equal(own.rank_rows(epoch).index, shard.index[:, own.rows])
         assert [own.shape(epoch, step) for step in range(own.batches)] == shapes
 
 

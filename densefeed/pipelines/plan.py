@@ -141,7 +141,8 @@ class EpochPlan:
         if self.mode == "train" and microbatches > 1 and batch // microbatches % 2:
             raise UserError(
                 f"a batch of {batch} in {microbatches} microbatches has "
-                f"{batch // microbatches} images in each; choose an even number, because an image and its mixing partner share one"
+                f"{batch // microbatches} images in each; choose an even number, because an "
+                "image and its mixing partner share one"
             )
         if not 0 <= self.rank < ranks:
             raise UserError(f"rank {self.rank} is out of range for {ranks} ranks, counted from 0")

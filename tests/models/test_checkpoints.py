@@ -494,7 +494,7 @@ KWARGS = {"num_classes": 5, "img_size": 64}
         ({"config": {"data": {"eval_interpolation": 3}}}, "is not bilinear or bicubic"),
         ({"recipe": {"name": "hf-hub:timm/resnet18", "kwargs": {}}}, "timm knows no model"),
         ({"recipe": {"name": "local-dir:/tmp", "kwargs": {}}}, "timm knows no model"),
-        ({"recipe": {"name": "lvvit_micro", "kwargs": {"pretrained": True}}}, "no argument"),
+        ({"recipe": {"name": "lvvit_micro", "kwargs": {"pretrained": True}}}, "not an argument"),
         ({"mean": [0.5, 0.5]}, "its mean is not three numbers"),
         ({"std": [0.5, 0.5, 0.0]}, "its std is not three numbers from 1e-6 to 1e6"),
         ({"std": [0.5, 0.5, 1e-320]}, "its std is not three numbers from 1e-6 to 1e6"),
@@ -615,7 +615,7 @@ def test_what_is_no_regular_file_is_refused(place, tmp_path):
         os.mkfifo(path)
     elif place == "loop":
         path.symlink_to(path)
-    with pytest.raises(checkpoints.CheckpointError, match=r"no regular file|in a circle"):
+    with pytest.raises(checkpoints.CheckpointError, match=r"not a regular file|in a circle"):
         checkpoints.load(path)
 
 

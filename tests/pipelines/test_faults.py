@@ -438,7 +438,7 @@ def test_a_damaged_or_truncated_map_is_reported_and_not_the_image(
     os.truncate(damaged, int(offsets[0, 0]))
     cut = error_of(opened)
     assert str(damaged) in cut
-    assert "cut" in cut
+    assert "cut" in cut or "truncated" in cut
 
 
 def test_a_beton_truncated_while_open_is_an_error_and_a_replaced_one_is_read_on(

@@ -301,7 +301,7 @@ def test_an_image_that_is_no_jpeg_is_detected(packed):
     beton = Beton(path)
     with (
         flipped(path, int(beton.images.offset[3]), 0),
-        pytest.raises(UserError, match=r"x\.beton image 3 .*no JPEG"),
+        pytest.raises(UserError, match=r"x\.beton image 3 .*not a JPEG"),
     ):
         beton.image(3)
 

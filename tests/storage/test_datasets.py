@@ -397,7 +397,7 @@ def test_a_class_list_selects_and_numbers_class_folders(folders):
     assert images.class_names == ["n01 b", "n03"]
     assert images.labels.tolist() == [0] * 7 + [1]
     for text, said in (
-        ("n01\nn04\n", "names n04, which is no class folder"),
+        ("n01\nn04\n", "names n04, which is not a class folder"),
         ("n01\nn01\n", "names a class twice"),
         ("\n", "in2.txt is empty; give it a line for each class folder"),
     ):

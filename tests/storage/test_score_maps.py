@@ -480,7 +480,7 @@ def test_a_header_that_is_no_json_object_is_refused(tmp_path, random_maps, text)
     with h5py.File(path, "r+") as file:
         kind = h5py.string_dtype()
         file.attrs.create("densefeed", text, dtype=kind)
-    with pytest.raises(UserError, match=r"maps.h5.* (header is no|is not a complete)"):
+    with pytest.raises(UserError, match=r"maps.h5.* (header is not|is not a complete)"):
         ScoreMapStore(path)
 
 

@@ -510,7 +510,7 @@ KWARGS = {"num_classes": 5, "img_size": 64}
         ({"model": [1]}, "no dictionary of weights"),
         ({"model": {"a": 1}}, "no dictionary of weights"),
         ({"model": {3: torch.zeros(1)}}, "no dictionary of weights"),
-        ({"model": {"a": torch.zeros(1).expand(10**9)}}, "no dense tensor"),
+        ({"model": {"a": torch.zeros(1).expand(10**9)}}, "not a dense tensor"),
         ({"model": {str(n): torch.zeros(5) for n in range(3)} | {"b": None}}, "no dictionary"),
     ],
 )

@@ -351,7 +351,7 @@ def test_a_file_cut_while_open_raises_an_error_and_no_signal(packed, tmp_path):
     assert beton.image(3)[0][:2] == module.SOI
     for read in (lambda: beton.image(4), lambda: beton.arrays(np.array([5]), ["map"])["map"]):
         with pytest.raises(
-            UserError, match=r"x\.beton image [45] is gone: .* cut or replaced while open"
+            UserError, match=r"x\.beton image [45] is gone: .* truncated or replaced while open"
         ):
             read()
 

@@ -123,7 +123,7 @@ def test_a_virtual_dataset_and_other_versions_are_refused(tmp_path):
     with pytest.raises(LayoutError, match="metadata is damaged"):
         layout(tmp_path / "no.h5")
     (tmp_path / "no.h5").write_bytes(bytes(5000))
-    with pytest.raises(LayoutError, match="no HDF5 file"):
+    with pytest.raises(LayoutError, match="not an HDF5 file"):
         layout(tmp_path / "no.h5")
 
 

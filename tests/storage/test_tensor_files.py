@@ -248,7 +248,7 @@ def test_anything_but_one_plain_tensor_is_refused(tmp_path, held, said):
 def test_text_and_large_files_are_refused(tmp_path, monkeypatch):
     path = tmp_path / "x.pt"
     path.write_text("<html>404</html>")
-    with pytest.raises(TensorError, match="no tensor"):
+    with pytest.raises(TensorError, match="not a tensor"):
         TensorFiles().read(path)
     monkeypatch.setattr(tensor_files, "MAX_BYTES", 1000)
     with pytest.raises(TensorError, match="larger"):

@@ -1,4 +1,4 @@
-"""Maps after every block of a network, also of pyramids, of which timm returns those of stages."""
+"""Maps after every block of a network, also of pyramids, of which timm returns one per stage."""
 
 from itertools import chain
 

@@ -256,7 +256,7 @@ class CvT(PrunableLayers, nn.Module):
             )
 
     def no_weight_decay(self) -> set[str]:
-        """Return names that AdamW must not decay, besides biases and norms."""
+        """Return names that AdamW must not decay, in addition to biases and norms."""
         return set() if self.drloc else {f"stages.{len(self.stages) - 1}.cls_token"}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:

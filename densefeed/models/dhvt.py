@@ -340,7 +340,7 @@ class DHVT(TokenTransformer):
         return -(-H // self.patch_size), -(-W // self.patch_size)
 
     def no_weight_decay(self) -> set[str]:
-        """Return names that AdamW must not decay, besides biases and one-dimensional tensors."""
+        """Return names that AdamW must not decay, in addition to biases and vectors."""
         names = super().no_weight_decay()
         if not self.published:
             tables = (".head_pos", ".alpha", ".beta")

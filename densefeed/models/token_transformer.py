@@ -172,7 +172,7 @@ class TokenTransformer(PrunableLayers, nn.Module):
         self.token_head = nn.Linear(self.embed_dim, num_classes, **like) if with_tokens else None
 
     def no_weight_decay(self) -> set[str]:
-        """Return names that AdamW must not decay, besides biases and one-dimensional tensors."""
+        """Return names that AdamW must not decay, in addition to biases and vectors."""
         return {"pos_embed", "cls_token"}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:

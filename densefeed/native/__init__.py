@@ -84,7 +84,7 @@ CUT = np.dtype(
         # In: address of a buffer of the sample's length. Out: address of the JPEG, maybe the
         # sample's own bytes.
         ("bytes", "u8"),
-        # Of the JPEG; 0: the image is not one, or its status is not OK.
+        # Size of the JPEG; 0: the image is not one, or its status is not OK.
         ("length", "i8"),
         # The JPEG's region of the stored image, pixels.
         ("top", "i4"),
@@ -190,7 +190,7 @@ def _call(function: str, encoded: bytes, *arguments: object) -> None:
 
 
 def _explain(status: int, message: bytes) -> Exception:
-    """Return the error for a status. A lack of memory says nothing about the image."""
+    """Return the error for a status. A lack of memory is not a fault of the image."""
     error = JpegError(status, message)
     return MemoryError(str(error)) if status == NO_MEMORY else error
 

@@ -34,7 +34,7 @@ from densefeed.system.options import Bounds, Options
 GroundTruth = Literal["published", "intended"]
 # Share of the teacher's label where its best class is the image's label, and where it is another.
 # The published code (VOLO's, and TokenLabeling's --ground-truth) gives the image's label the larger
-# share where the teacher agrees; its comment says the opposite.
+# share where the teacher agrees; its comment states the opposite.
 TEACHER_SHARE = {"published": (0.5, 0.9), "intended": (0.9, 0.5)}
 # A point that rounding puts this far outside the image or map is on its border.
 EDGE = 1e-6

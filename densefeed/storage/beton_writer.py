@@ -46,7 +46,7 @@ from densefeed.system.files import (
 from densefeed.system.json_files import parse_json
 from densefeed.system.progress import bar
 
-# Bytes written between two fsyncs. After a power cut twice as many are read back.
+# Bytes written between two fsyncs. After a power loss twice as many are read back.
 SYNC_BYTES = 2**30
 
 
@@ -108,7 +108,7 @@ class BetonWriter:
     an earlier one resumes after its last complete image, and the finished file has the same bytes
     as without the interruption. Images that could not be read before are tried again and, if they
     can be read now, are last in the file. A ROW is written after its image, so after a kill every
-    image in the journal is complete. After a power cut this holds for all but the last 1 to 2 GiB,
+    image in the journal is complete. After a power loss this holds for all but the last 1 to 2 GiB,
     which are read back and compared.
 
     Raises UserError if `path` exists, another process is writing it, the `.part` is of another
@@ -167,7 +167,7 @@ class BetonWriter:
         for path in (self.journal, self.part):
             check_regular(path)
         if not self.journal.exists():
-            # Nothing but the journal says what is in a `.part`, so this one is not ours to
+            # Only the journal describes what is in a `.part`, so this one is not ours to
             # overwrite.
             if self.part.exists():
                 raise UserError(
@@ -255,7 +255,7 @@ class BetonWriter:
     def _count_complete(self, rows: np.ndarray) -> int:
         """Return the number of leading records whose images are complete in `.part`.
 
-        Only images that may not have reached the disk before a power cut are read.
+        Only images that may not have reached the disk before a power loss are read.
         """
         packed = np.flatnonzero(rows["state"] == PACKED)
         if not len(packed):
@@ -267,7 +267,7 @@ class BetonWriter:
         for n in bar(recent.tolist(), "check packed images"):
             block = os.pread(self.descriptors[1], int(sizes[n]), int(rows[n]["ptr"]))
             # The images after it are written again too, so the file gets the bytes of a packing
-            # without the power cut.
+            # without the power loss.
             if zlib.crc32(block) != rows[n]["block"]:
                 return n
         return len(rows)
@@ -317,7 +317,7 @@ class BetonWriter:
         row, block = self._encode(index, sample, tag)
         at = row["ptr"] = int(place(self._at, len(block)))
         with name_errors(self.path):
-            # The image before its record, which says that the image is complete. The place is moved
+            # The image before its record, which marks the image as complete. The place is moved
             # on last: after an error the next image overwrites this one.
             write_at(self.descriptors[1], block, at)
             self._record(row)

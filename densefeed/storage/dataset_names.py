@@ -37,7 +37,7 @@ def number_folders(folders: Sequence[str]) -> tuple[np.ndarray, list[str]]:
 
 
 def check_label(label: object, where: str) -> int:
-    """Return `label`. UserError if it is none, before names are made for all up to the highest."""
+    """Return `label`; UserError if it is invalid, before all up to the highest get names."""
     if not isinstance(label, int) or isinstance(label, bool) or not 0 <= label < MOST_CLASSES:
         raise UserError(
             f"{where} has the label {str(label)[:24]!r}; a label is an integer from 0 to "

@@ -117,7 +117,7 @@ def copy_store(
                 if objects.size(shard.file) == shard.bytes:
                     raise
                 raise UserError(
-                    f"{url / shard.file} is missing or was cut; run the labeling again"
+                    f"{url / shard.file} is missing or truncated; run the labeling again"
                 ) from None
         return True
 

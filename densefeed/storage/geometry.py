@@ -33,7 +33,7 @@ LTRB = tuple[float, float, float, float]  # left, top, right, bottom: the order 
 Array = TypeVar("Array", np.ndarray, Tensor)
 # Rounding error of a Window that ends at the edge of its image.
 EDGE = 1e-6
-# Per axis of a token; `samples_per_bin` says why there is a limit.
+# Most samples per axis of a token; `samples_per_bin` explains the limit.
 MOST_SAMPLES = 64
 WHOLE = (0.0, 0.0, 1.0, 1.0)  # the Window of a map that covers the whole image
 
@@ -53,7 +53,7 @@ def crop_views(
     """Compute the Views of crops: float32 `[N, 2, 3]`.
 
     `box_tlhw_N4` is (top, left, height, width) in pixels of images of `height_N` x `width_N`. Where
-    `flip_N` is true the crop is mirrored left-right after it is cut.
+    `flip_N` is true the crop is mirrored left-right after cropping.
     """
     # In float64, so a View is rounded once, when it becomes float32.
     top, left, height, width = np.asarray(box_tlhw_N4, np.float64).T
@@ -165,7 +165,7 @@ def published_frame(shown_N4: Tensor, view_N23: Tensor, side: int) -> Tensor:
     The published code flips image and map, then cuts (top, left, height, width) out of the flipped
     image, and pools (x, y, x, y) = (top, left, top + height, left + width) of the flipped map, at
     least one cell wide and high: along the crop's width it reads the map from `top` on, along its
-    height from `left` on. Here crops are cut first and flipped afterwards, so a flip (a View of
+    height from `left` on. Here images are cropped first, flipped afterwards, so a flip (a View of
     negative determinant) turns left into 1 - right and mirrors the map:
 
         map x = top + max(height, 1 / side) (x - left) / width

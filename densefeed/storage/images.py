@@ -187,7 +187,7 @@ class Images:
             try:
                 with open_image(file) as image:
                     return image.height, image.width
-            # A lack of memory says nothing about the file.
+            # A lack of memory is not a fault of the file.
             except MemoryError:
                 raise
             # Pillow does not limit the types of its exceptions.
@@ -262,7 +262,7 @@ def decode(encoded: bytes, where: str) -> Image.Image:
         image.load()
         # A copy of a large image doubles the memory.
         return image if image.mode == "RGB" else image.convert("RGB")
-    # A lack of memory says nothing about the file.
+    # A lack of memory is not a fault of the file.
     except MemoryError:
         raise
     except Exception as error:

@@ -103,7 +103,7 @@ class Matching:
 def map_stem(path: str, whole: bool) -> str:
     """Return `class/name` of an image's path.
 
-    It is cut at the last dot if `whole`, else at the first dot of `class/file`, as in the published
+    It ends at the last dot if `whole`, else at the first dot of `class/file`, as in the published
     code.
     """
     last_two = "/".join(path.replace(os.sep, "/").split("/")[-2:])

@@ -38,7 +38,7 @@ class ShardFile(NamedTuple):
         return file
 
     def open_range(self, offset: int, size: int) -> io.BufferedReader:
-        """Open these bytes as a file. Errors as those of `open`."""
+        """Open these bytes as a file. Raises what `open` raises."""
         if isinstance(self.path, ObjectURL):
             file = RemoteFile(self.path, *self.state)
             return FetchedFile(partial(read_range, file, offset, offset + size), size).buffered()
@@ -74,7 +74,7 @@ class Range(SizedReader):
 
 
 def open_shard(path: Path | ObjectURL) -> BinaryIO:
-    """Open a file as it is now. Errors as those of open_regular; StorageError for an object."""
+    """Open a file as it is now. Raises what open_regular raises; StorageError for an object."""
     if isinstance(path, ObjectURL):
         return RangeReader(find_remote_file(path))
     return open_regular(path)

@@ -202,7 +202,7 @@ def split_zip(content: bytes) -> tuple[bytes, memoryview] | None:
 
 
 def index_members(content: bytes) -> dict[str, zipfile.ZipInfo]:
-    """Index a zip's members by their names below NAME/; empty if it is none of PyTorch's."""
+    """Index a zip's members by their names below NAME/; empty if PyTorch did not write it."""
     # The end of central directory without a comment: zipfile ignores bytes after it.
     if content[-22:-18] != b"PK\5\6":
         return {}

@@ -97,7 +97,7 @@ def first_line(error: Exception) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of Python, NumPy or PyTorch says that memory is used up."""
+    """Whether an error of Python, NumPy or PyTorch reports that memory is used up."""
     # torch.OutOfMemoryError is compared by name: commands that need no PyTorch do not import it.
     return (
         isinstance(error, MemoryError)

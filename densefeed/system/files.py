@@ -194,8 +194,8 @@ def replace_file(path: Path) -> Iterator[Path]:
     """Yield a temporary sibling of `path`; on success rename it over `path`, else delete it.
 
     The file is fsynced before the rename, so a reader of `path` sees the complete old file or the
-    complete new one, also after a power cut. The sibling `<path>.PID.part` is locked; siblings left
-    by killed processes are removed, except on a file system without locks. Errors of the operating
+    complete new one, also after a power loss. The sibling `<path>.PID.part` is locked; those of
+    killed processes are removed, except on a file system without locks. Errors of the operating
     system name `path`.
     """
     with name_errors(path):

@@ -118,7 +118,7 @@ def read_ranges(file: RemoteFile, ranges: list[tuple[int, int]]) -> list[memoryv
 
 
 class RangeReader(SizedReader):
-    """An object as a file; each read is a request. Errors as those of read_range."""
+    """An object as a file; each read is a request. Raises what read_range raises."""
 
     def __init__(self, file: RemoteFile) -> None:
         super().__init__(file.size)

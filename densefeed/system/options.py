@@ -177,7 +177,7 @@ def leaves(options: Any) -> Iterator[tuple[str, Any]]:
 
 
 def unused_leaves(options: Any) -> dict[str, str]:
-    """Return what `Options.unused` says of all classes of nested options."""
+    """Return `Options.unused` of all classes of nested options."""
     found = dict(options.unused()) if isinstance(options, Options) else {}
     for field in dataclasses.fields(options):
         if dataclasses.is_dataclass(value := getattr(options, field.name)):

@@ -77,7 +77,7 @@ def cpu_model() -> str:
 
 
 def command(argv: list[str]) -> str:
-    """Join the command line, with every path cut to its last part.
+    """Join the command line, with every path shortened to its last part.
 
     Results are published, folder names are private.
     """

@@ -131,7 +131,7 @@ def test_named_images_and_lost_shards_are_labeled_again(many, whole, bucket, tmp
     with pytest.raises(UserError, match="no image was named"):
         redo_images(out, ())
     redo_images(out, (Images(many).paths[20],))
-    with pytest.raises(UserError, match=r"shards/.*.h5 is missing or was cut; run the labeling"):
+    with pytest.raises(UserError, match=r"shards/.*.h5 is missing or truncated; run the labeling"):
         fetch(out, tmp_path / "copy")
     first = sorted(name for name in objects(out) if name.endswith(".h5"))[0]
     ObjectStore(out).remove(first)

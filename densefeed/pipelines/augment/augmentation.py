@@ -185,7 +185,7 @@ def compose_views(batch: Batch, choice: AugmentPlan) -> Tensor:
 def load_crops(
     loader: ThreadedLoader, augmentation: Augmentation, epoch: int, start: int = 0
 ) -> Iterator[Batch]:
-    """Yield the batches of an epoch, whose whole images were augmented if that is asked for."""
+    """Yield the batches of an epoch, of augmented whole images where `augmentation` has them."""
     if augmentation.whole is None:
         return loader.batches(epoch, start)
     return loader.batches(epoch, start, augmentation.whole)

@@ -1,7 +1,7 @@
 """RandAugment on whole images before the crop, the order of Token Labeling's published code.
 
 There an image is flipped, augmented as a whole, then cropped and resized. So a geometric operation
-moves pixels into the crop that the other order has cut off, and AutoContrast, Equalize and Contrast
+moves pixels into the crop that the other order has lost, and AutoContrast, Equalize and Contrast
 take their statistics from the whole image. The images are decoded and augmented by Pillow, one
 operation after the other, on threads of the loader, which crops the result like any stored image.
 One composed map per crop would be cheaper, but not the same: each operation of the published code

@@ -23,7 +23,7 @@ from densefeed.pipelines.augment.settings import CODES
 from densefeed.pipelines.augment.warp import ALMOST
 from densefeed.system.devices import has_triton, send
 
-# N samples   H, W pixels   R operations of a batch   M warped samples   B erased boxes
+# N samples   H, W pixels   R operations of a batch   M warped samples
 
 # Operations whose result for a byte depends on it and numbers of the image: one table each.
 BY_TABLE = ("Table", "AutoContrast", "Equalize", "Contrast")
@@ -50,8 +50,7 @@ class SamplePlan(NamedTuple):
     pixel_matrix: Tensor  # float32 [6 M], output to source in pixels of the crop
     matrix: Tensor  # float32 [6 M], the same map in normalized coordinates
     cubic: Tensor  # float32 [M], 1 for bicubic, 0 for bilinear
-    box_start: Tensor  # int32 [N + 1], the first box of each sample
-    box: Tensor  # int32 [5 B]: top, left, height, width, offset in the noise table
+    box: Tensor  # int32 [5 N]: top, left, height, width (0: no box), offset in the noise table
 
 
 def can_run(image: Tensor) -> bool:
@@ -77,26 +76,23 @@ def pack(choice: AugmentPlan, samples: int, device: torch.device) -> SamplePlan:
                 # The operations of a group named Table all do the same here: look up their tables.
                 code_R[start:stop] = CODES.get(name, 0)
     box_B6 = np.array(choice.boxes, np.int32).reshape(-1, 6)
-    # Stable, so the boxes of a sample stay in order.
-    box_B6 = box_B6[np.argsort(box_B6[:, 0], kind="stable")]
-    box_start = np.searchsorted(box_B6[:, 0], np.arange(samples + 1)).astype(np.int32)
+    box_N5 = np.zeros((samples, 5), np.int32)
+    box_N5[box_B6[:, 0]] = box_B6[:, 1:]
     # Arguments, matrices in pixels, the same normalized, filters.
     numbers = np.split(choice.number.numpy().view(np.int32), np.cumsum([R, 6 * M, 6 * M]))
     tables = choice.table.numpy().ravel().view(np.int32)
-    parts = [code_R, warp_N, box_start, box_B6[:, 1:].ravel(), *entries, *numbers, tables]
+    parts = [code_R, warp_N, box_N5.ravel(), *entries, *numbers, tables]
     # Triton compiles another variant of a kernel where a pointer is not a multiple of 16 bytes.
     parts = [np.pad(part, (0, -len(part) % 4)) for part in parts]
     words = torch.from_numpy(np.concatenate(parts))
     words = send(words, device).split([len(part) for part in parts])
-    code, warp, box_start, box, *entries = words[:-5]
+    code, warp, box, *entries = words[:-5]
     numbers, table = [part.view(torch.float32) for part in words[-5:-1]], words[-1]
     argument, pixel_matrix, matrix, cubic = numbers
     left = iter(entries)
     before, after = (tuple(make_round(next(left), groups) for groups in half) for half in halves)
     table = table.view(torch.uint8)
-    return SamplePlan(
-        before, after, code, argument, table, warp, pixel_matrix, matrix, cubic, box_start, box
-    )
+    return SamplePlan(before, after, code, argument, table, warp, pixel_matrix, matrix, cubic, box)
 
 
 def split_rounds(groups: tuple[Group, ...]) -> list[tuple[Group, ...]]:
@@ -165,13 +161,13 @@ def normalize_and_erase(
     noise: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Normalize, and erase the boxes: `dtype [N, 3, H, W]` in channels_last memory.
+    """Normalize, and fill the boxes with noise: `dtype [N, 3, H, W]` in channels_last memory.
 
     `scale` and `shift` are those of Normalize, `noise` the noise table.
     """
     kernels, (N, H, W, _) = load_kernels(), image_NHWC.shape
     out_NHWC = torch.empty_like(image_NHWC, dtype=dtype)
-    data = image_NHWC, out_NHWC, scale, shift, plan.box_start, plan.box, noise, H, W
+    data = image_NHWC, out_NHWC, scale, shift, plan.box, noise, H, W
     grid = N, -(-3 * H * W // kernels.BLOCK)
     kernels.launch(kernels.normalize_kernel, grid, *data, BYTES=kernels.BLOCK)
     # NHWC memory, permuted to NCHW, is channels_last: nothing is copied.

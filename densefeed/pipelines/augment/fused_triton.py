@@ -252,10 +252,8 @@ def warp_kernel(
 
 
 @triton.jit
-def normalize_kernel(
-    image, out, scale, shift, box_start, boxes, noise, height, width, BYTES: tl.constexpr
-):
-    """Normalize a block of bytes of a sample and erase its boxes, in NHWC memory."""
+def normalize_kernel(image, out, scale, shift, boxes, noise, height, width, BYTES: tl.constexpr):
+    """Normalize a block of bytes of a sample and fill its box with noise, in NHWC memory."""
     sample, count = tl.program_id(0), height * width * 3
     before = sample.to(tl.int64) * count
     byte = tl.program_id(1) * BYTES + tl.arange(0, BYTES)
@@ -264,19 +262,13 @@ def normalize_kernel(
     value = tl.load(image + before + byte, mask=inside, other=0).to(tl.float32)
     # One rounding, as in torch.addcmul on a GPU.
     value = tl.fma(value, tl.load(scale + channel), tl.load(shift + channel))
-    # In the order of the boxes: of those that overlap, the last one counts.
-    for box in range(tl.load(box_start + sample), tl.load(box_start + sample + 1)):
-        edge = boxes + box * 5
-        top, left, tall, wide = (
-            tl.load(edge),
-            tl.load(edge + 1),
-            tl.load(edge + 2),
-            tl.load(edge + 3),
-        )
-        erased = (y >= top) & (y < top + tall) & (x >= left) & (x < left + wide)
-        place = tl.load(edge + 4) + ((y - top) * wide + x - left) * 3 + channel
-        color = tl.load(noise + place, mask=erased, other=0.0)
-        value = tl.where(erased, color, value)
+    edge = boxes + sample * 5
+    top, left = tl.load(edge), tl.load(edge + 1)
+    tall, wide = tl.load(edge + 2), tl.load(edge + 3)
+    erased = (y >= top) & (y < top + tall) & (x >= left) & (x < left + wide) & inside
+    place = ((y - top) * wide + x - left) * 3 + channel
+    at = noise + tl.load(edge + 4)
+    value = tl.where(erased, tl.load(at + place, mask=erased, other=0.0), value)
     tl.store(out + before + byte, value.to(out.dtype.element_ty), mask=inside)
 
 

@@ -131,7 +131,7 @@ def test_interpreted_kernels_write_half_precision(images):
         choice = choose(augmentation, batch)
         plan = fused.pack(choice, len(batch.image), torch.device("cpu"))
         colors = augmentation.normalize.scale, augmentation.normalize.shift, augmentation.noise
-        got = fused.normalize_and_erase(batch.image, plan, *colors, "pixel", dtype)
+        got = fused.normalize_and_erase(batch.image, plan, *colors, dtype)
         want = Normalize(MEAN, STD)(batch.image)
         augmentation._erase(want, choice)
         assert got.dtype == dtype
@@ -147,7 +147,7 @@ def test_in_the_interpreter():
 # Types of the kernels' arguments that are no integers, and the numbers compiled in.
 TYPES = {
     **dict.fromkeys(("image", "out", "given", "tables"), "*u8"),
-    **dict.fromkeys(("entry", "code", "number", "box_start", "boxes"), "*i32"),
+    **dict.fromkeys(("entry", "code", "number", "boxes"), "*i32"),
     **dict.fromkeys(("argument", "matrix", "cubics", "scale", "shift", "noise", "view"), "*fp32"),
     "almost": "fp32",
 }

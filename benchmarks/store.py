@@ -42,7 +42,7 @@ from densefeed.native import read_maps
 from densefeed.pipelines.batch import allocate_maps
 from densefeed.pipelines.folder import locate_rows
 from densefeed.pipelines.loader import Memory
-from densefeed.relabel.scoring import top_maps_sync
+from densefeed.relabel.scoring import keep, to_maps
 from densefeed.storage.geometry import WHOLE
 from densefeed.storage.maintenance import convert
 from densefeed.storage.packs import to_published
@@ -137,7 +137,7 @@ def make_maps(count: int, benchmark: StoreBenchmark, seed: int) -> ScoreMaps:
     named = torch.rand(count, classes, generator=rng).topk(palette).indices
     logits.scatter_(1, named[:, :, None, None].expand(-1, -1, side, side), likely)
     windows = np.tile(np.array([WHOLE], np.float32), (count, 1))
-    return top_maps_sync(logits.permute(0, 2, 3, 1), benchmark.top_k, windows)
+    return to_maps(keep(logits.permute(0, 2, 3, 1), benchmark.top_k), windows)
 
 
 def make_header(benchmark: StoreBenchmark) -> StoreHeader:

@@ -212,14 +212,14 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def random_maps():
     """Factory of random score maps of any shape, in the form of a teacher's."""
-    from densefeed.relabel.scoring import top_maps_sync
+    from densefeed.relabel.scoring import keep, to_maps
 
     def make(
         count: int, side: int, top_k: int, num_classes: int, seed: int = 0, window=(0, 0, 1, 1)
     ):
         rng = torch.Generator().manual_seed(seed)
         logits = 3 * torch.randn(count, side, side, num_classes, generator=rng)
-        return top_maps_sync(logits, top_k, np.tile(np.array(window, np.float32), (count, 1)))
+        return to_maps(keep(logits, top_k), np.tile(np.array(window, np.float32), (count, 1)))
 
     return make
 

@@ -97,11 +97,6 @@ def to_maps(kept: TopLogits, window_N4: np.ndarray) -> ScoreMaps:
     return ScoreMaps(logit, cls.view(np.uint16), lse, window_N4)
 
 
-def top_maps_sync(logits_NSSK: Tensor, top_k: int, window_N4: np.ndarray) -> ScoreMaps:
-    """Make rows of a store from logits, float `[N, S, S, K]`; waits for the device."""
-    return to_maps(TopLogits(*(part.cpu() for part in keep(logits_NSSK, top_k))), window_N4)
-
-
 class Scored:
     """A batch that is being scored."""
 

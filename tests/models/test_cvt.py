@@ -1,12 +1,9 @@
 """Both CvT-13: parameter counts, a float64 reference, and timm's interface."""
 
-import copy
-
 import pytest
 import timm
 import torch
 from timm.models import group_parameters
-from torch.nn import functional as F
 
 from densefeed.models import checkpoints
 from densefeed.models.cvt import CvT
@@ -14,6 +11,7 @@ from densefeed.tools.model_costs import costs_by_name
 
 from ..runs import meta_device
 from . import plain_layers as plain
+from .laws import check_compiles, check_heads, check_training_step
 
 MICRO = dict(dims=(8, 16, 32), depths=(1, 2, 2), num_heads=(1, 2, 4), num_classes=5)
 BOTH = pytest.mark.parametrize("drloc", [False, True], ids=["authors", "drloc"])
@@ -123,42 +121,25 @@ def test_a_training_step_lowers_the_loss_and_only_the_last_stage_has_drop_path(d
         for stage in model.stages
     ]
     assert rates == [[0.0], [0.0, 0.0], [0.0, 0.1]]
-    image, label = torch.randn(6, 3, 64, 64), torch.tensor([0, 1, 2, 3, 4, 0])
-    torch.manual_seed(1)
-    before = F.cross_entropy(model(image), label)
-    before.backward()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            assert parameter.grad.isfinite().all(), name
-            # With a class token the logits do not depend on the queries of the last block's
-            # patches, and the class token's own query bypasses the convolution.
-            unused = not drloc and name.startswith("stages.2.blocks.1.attn.conv_proj_q")
-            assert parameter.grad.any() != unused, name
-            parameter -= 0.01 * parameter.grad
-    torch.manual_seed(1)
-    assert F.cross_entropy(model(image), label) < before
+    # With a class token the logits do not depend on the last queries of patches. Its own query
+    # bypasses the convolution.
+    query = "stages.2.blocks.1.attn.conv_proj_q"
+    check_training_step(model, 64, lambda name: not drloc and name.startswith(query))
 
 
 @pytest.mark.slow
 @BOTH
 def test_compiles_without_a_graph_break(drloc):
-    model, image = small(drloc), torch.randn(2, 3, 64, 64)
-    torch._dynamo.reset()
-    torch.testing.assert_close(
-        torch.compile(copy.deepcopy(model), backend="eager", fullgraph=True)(image), model(image)
-    )
+    check_compiles(small(drloc), torch.randn(2, 3, 64, 64))
 
 
 @BOTH
 def test_timm_interface(drloc):
     model, image = small(drloc).eval(), torch.randn(2, 3, 96, 64)
+    features = check_heads(model, "cvt_13_drloc" if drloc else "cvt_13", image)
+    assert features.shape == ((2, 32, 6, 4) if drloc else (2, 1 + 24, 32))
+    assert model.num_prefix_tokens == (not drloc)
     with torch.no_grad():
-        features = model.forward_features(image)
-        assert features.shape == ((2, 32, 6, 4) if drloc else (2, 1 + 24, 32))
-        assert model.num_prefix_tokens == (not drloc)
-        torch.testing.assert_close(model.forward_head(features), model(image))
-        pooled = model.forward_head(features, pre_logits=True)
-        assert pooled.shape == (2, model.num_features) == (2, model.head_hidden_size)
         final, maps = model.forward_intermediates(image, norm=True)
         assert torch.equal(final, features)
         assert [tuple(m.shape) for m in maps] == [(2, 8, 24, 16), (2, 16, 12, 8), (2, 32, 6, 4)]
@@ -177,11 +158,6 @@ def test_timm_interface(drloc):
         assert [tuple(m.shape) for m in only(image)] == [tuple(m.shape) for m in maps]
         assert only.feature_info.channels() == [8, 16, 32]
         assert only.feature_info.reduction() == [4, 8, 16]
-        cfg = timm.get_pretrained_cfg("cvt_13")
-        assert {f"{cfg.first_conv}.weight", f"{cfg.classifier}.weight"} <= model.state_dict().keys()
-        assert model.get_classifier() is model.head
-        model.reset_classifier(0)
-        assert torch.equal(model(image), pooled)
         model.reset_classifier(3, "avg")
         tokens = features.flatten(2).mT if drloc else features[:, 1:]
         torch.testing.assert_close(model(image), model.head(tokens.mean(1)))

@@ -1,6 +1,5 @@
 """DHVT: published counts, a float64 reference of every ablation, timm's DeiT and interface."""
 
-import copy
 import itertools
 
 import pytest
@@ -17,6 +16,7 @@ from densefeed.tools.model_costs import costs_by_name
 
 from ..runs import meta_device
 from . import plain_layers as plain
+from .laws import check_compiles, check_heads, check_training_step
 
 # Table 11, one row per model: parameters as counted by the published code; parameters (M) and
 # multiply-adds (G) of the table; measured G of convolutions and linear layers, and fvcore's total
@@ -39,11 +39,6 @@ MICRO = dict(patch_size=4, embed_dim=16, depth=2, num_heads=4, num_classes=5)
 def small(**fields) -> DHVT:
     torch.manual_seed(0)
     return timm.create_model("dhvt_tiny_cifar_patch4", **MICRO | fields)
-
-
-def list_outputs(out) -> list[torch.Tensor]:
-    """Return the outputs of a model's one or two heads as a list."""
-    return [out] if torch.is_tensor(out) else [out.cls, out.tokens]
 
 
 def count(module) -> int:
@@ -384,32 +379,15 @@ def test_only_the_smallest_patches_end_in_gelu(patch, trailing):
     [{}, *(options for options, _ in ABLATIONS.values() if options), dict(token_head=True)],
 )
 def test_a_training_step_lowers_the_loss_of_every_variant(fields):
-    """Every parameter that has an effect gets a finite nonzero gradient."""
-    model = small(**fields, drop_path_rate=0.1)
-    image, label = torch.randn(6, 3, 32, 32), torch.tensor([0, 1, 2, 3, 4, 0])
 
-    def loss():
-        return sum(
-            F.cross_entropy(out if out.ndim == 2 else out.mean(1), label)
-            for out in list_outputs(model(image))
-        )
+    def is_unused(name: str) -> bool:
+        """If nothing passes from patches to the class token, the last block's feed-forward network
+        has no effect on the logits.
+        """
+        split = str(fields.get("feed_forward")).startswith("split")
+        return split and fields["aggregate"] == "none" and name.startswith("blocks.1.feed_forward")
 
-    torch.manual_seed(1)
-    before = loss()
-    before.backward()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            assert parameter.grad.isfinite().all(), name
-            # If nothing passes from patches to the class token, the last block's feed-forward
-            # network has no effect on the logits.
-            split = str(fields.get("feed_forward")).startswith("split")
-            split = split and fields["aggregate"] == "none"
-            unused = split and name.startswith("blocks.1.feed_forward")
-            assert parameter.grad.any() != unused, name
-            parameter -= 0.01 * parameter.grad
-    torch.manual_seed(1)
-    assert loss() < before
-    assert model.eval()(image).shape == (6, 5)
+    check_training_step(small(**fields, drop_path_rate=0.1), 32, is_unused)
 
 
 def test_mixtoken_exchanges_tokens_after_the_embedding_and_back_before_the_head():
@@ -449,15 +427,9 @@ def test_a_fused_head_is_left_to_the_loss():
     "fields", [{}, dict(token_head=True), dict(feed_forward="split-pool"), VIT]
 )
 def test_compiles_without_a_graph_break(fields):
-    model, image = small(**fields).train(), torch.randn(2, 3, 32, 32)
     mask = torch.zeros(8, 8, dtype=torch.bool)
     mask[1:3] = True
-    torch._dynamo.reset()
-    step = torch.compile(copy.deepcopy(model), backend="eager", fullgraph=True)
-    for got, want in zip(
-        list_outputs(step(image, mask)), list_outputs(model(image, mask)), strict=True
-    ):
-        torch.testing.assert_close(got, want)
+    check_compiles(small(**fields).train(), torch.randn(2, 3, 32, 32), mask)
 
 
 def test_positions_of_another_size_are_loaded(tmp_path):
@@ -516,24 +488,16 @@ def test_timm_interface(name):
     model = timm.create_model(name, depth=2, num_classes=5).eval()
     size = 32 if "cifar" in name else 64
     image = torch.randn(2, 3, size, size)
+    features, side = check_heads(model, name, image), size // model.patch_size
+    assert features.shape == (2, model.num_prefix_tokens + side**2, model.num_features)
     with torch.no_grad():
-        features = model.forward_features(image)
-        side = size // model.patch_size
-        assert features.shape == (2, model.num_prefix_tokens + side**2, model.num_features)
-        torch.testing.assert_close(model.forward_head(features), model(image))
-        pooled = model.forward_head(features, pre_logits=True)
         final, (last,) = model.forward_intermediates(image, indices=1, norm=True)
         assert torch.equal(final, features)
         assert torch.equal(last.flatten(2).mT, features[:, 1:])
         cfg = timm.get_pretrained_cfg(name)
-        names = model.state_dict().keys()
-        assert f"{cfg.first_conv}.weight" in names
         assert model.state_dict()[f"{cfg.first_conv}.weight"].shape[1] == 3
         assert cfg.input_size == ((3, 32, 32) if "cifar" in name else (3, 224, 224))
         assert cfg.num_classes == timm.create_model(name, depth=0).num_classes
-        assert model.get_classifier() is model.head
-        model.reset_classifier(0)
-        assert torch.equal(model(image), pooled)
         mapper = timm.create_model(name, depth=3, features_only=True, out_indices=(0, 2)).eval()
         shapes = [tuple(feature_map.shape) for feature_map in mapper(image)]
         assert shapes == 2 * [(2, model.num_features, side, side)]

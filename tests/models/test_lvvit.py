@@ -14,6 +14,7 @@ from densefeed.models.lvvit import LVViT, PatchProjection, Stem, multiply_patche
 from densefeed.models.token_transformer import TokenFeatures, TokenLogits
 
 from ..runs import meta_device
+from .laws import check_heads, check_training_step
 
 
 def tiny(**fields):
@@ -366,28 +367,9 @@ VARIANTS = {row: arguments for row, (arguments, _) in ROWS.items()} | {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_training_step_lowers_the_loss_of_every_variant(variant):
-    """Every parameter gets a finite nonzero gradient; evaluation returns logits per image."""
     torch.manual_seed(0)
     small = dict(img_size=32, embed_dim=48, depth=2, num_heads=3, num_classes=5, stem_width=8)
-    model = timm.create_model("lvvit_s", **VARIANTS[variant] | small)
-    image, label = torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 3])
-
-    def loss():
-        out = model(image)
-        out = out if isinstance(out, TokenLogits) else TokenLogits(out, out[:, None])
-        return F.cross_entropy(out.cls, label) + F.cross_entropy(out.tokens.mean(1), label)
-
-    torch.manual_seed(1)
-    before = loss()
-    before.backward()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            assert parameter.grad.isfinite().all(), name
-            assert parameter.grad.any(), name
-            parameter -= 0.01 * parameter.grad
-    torch.manual_seed(1)
-    assert loss() < before
-    assert model.eval()(image).shape == (4, 5)
+    check_training_step(timm.create_model("lvvit_s", **VARIANTS[variant] | small), 32)
 
 
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
@@ -490,25 +472,13 @@ SMALL = dict(embed_dim=48, depth=4, num_heads=3, num_classes=5)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_timm_interface(name):
-    """The checks of timm's own tests.
-
-    Pooled features without a classifier, module names in the configuration, both ways to remove the
-    head.
-    """
     model = timm.create_model(name, img_size=64, **SMALL).eval()
     image = torch.randn(2, 3, 64, 64)
-    features = model.forward_features(image)
-    torch.testing.assert_close(model.forward_head(features), model(image))
-    pooled = model.forward_head(features, pre_logits=True)
-    assert torch.equal(pooled, features[:, 0])
-    assert pooled.shape == (2, model.head_hidden_size) == (2, model.num_features)
     cfg = timm.get_pretrained_cfg(name)
+    assert {f"{module}.weight" for module in cfg.classifier} <= model.state_dict().keys()
+    features = check_heads(model, name, image)
+    assert torch.equal(model(image), features[:, 0])
     assert cfg.crop_pct == (1.0 if name in ("lvvit_micro", "lvvit_m", "lvvit_l") else 0.9)
-    names = model.state_dict().keys()
-    assert {f"{module}.weight" for module in (cfg.first_conv, *cfg.classifier)} <= names
-
-    model.reset_classifier(0)
-    assert torch.equal(model(image), pooled)
     model.reset_classifier(0, "")
     assert torch.equal(model(image), features)
     headless = timm.create_model(

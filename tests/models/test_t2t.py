@@ -11,11 +11,11 @@ from torch.nn import functional as F
 
 from densefeed.models import checkpoints
 from densefeed.models.t2t import T2TViT, TokenPerformer, sinusoids
-from densefeed.models.token_transformer import TokenLogits
 from densefeed.tools.model_costs import costs_by_name
 
 from ..runs import meta_device
 from . import plain_layers as plain
+from .laws import check_compiles, check_heads, check_training_step
 
 MICRO = dict(img_size=64, embed_dim=24, depth=2, num_heads=3, token_dim=8, num_classes=5)
 
@@ -165,24 +165,8 @@ def test_the_performer_computes_in_float32_under_autocast():
 )
 def test_a_training_step_lowers_the_loss(fields):
     model = small(**fields)
-    image, label = torch.randn(6, 3, 64, 64), torch.tensor([0, 1, 2, 3, 4, 0])
     frozen = {name: buffer.clone() for name, buffer in model.named_buffers()}
-
-    def loss():
-        out = model(image)
-        out = out if isinstance(out, TokenLogits) else TokenLogits(out, out[:, None])
-        return F.cross_entropy(out.cls, label) + F.cross_entropy(out.tokens.mean(1), label)
-
-    torch.manual_seed(1)
-    before = loss()
-    before.backward()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            assert parameter.grad.isfinite().all(), name
-            assert parameter.grad.any(), name
-            parameter -= 0.01 * parameter.grad
-    torch.manual_seed(1)
-    assert loss() < before
+    check_training_step(model, 64)
     assert set(frozen) == {
         "pos_embed",
         "tokens_to_token.attention1.w",
@@ -197,11 +181,7 @@ def test_compiles_without_a_graph_break(fields):
     model, image = small(**fields).eval(), torch.randn(2, 3, 64, 64)
     mask = torch.zeros(4, 4, dtype=torch.bool)
     mask[1:3] = True
-    torch._dynamo.reset()
-    step = torch.compile(copy.deepcopy(model), backend="eager", fullgraph=True)
-    torch.testing.assert_close(step(image, mask), model(image, mask))
-    torch._dynamo.reset()
-    step(image, mask)
+    check_compiles(model, image, mask)
     torch.compile(copy.deepcopy(model).train(), backend="eager", fullgraph=True)(image, mask)
     with torch.autocast("cpu", torch.bfloat16):
         torch.compile(copy.deepcopy(model), backend="eager", fullgraph=True)(image, mask)
@@ -209,19 +189,12 @@ def test_compiles_without_a_graph_break(fields):
 
 def test_timm_interface():
     model, image = small().eval(), torch.randn(2, 3, 64, 96)
+    features = check_heads(model, "t2t_vit_14", image)
+    assert features.shape == (2, 1 + 24, 24)
     with torch.no_grad():
-        features = model.forward_features(image)
-        assert features.shape == (2, 1 + 24, 24)
-        torch.testing.assert_close(model.forward_head(features), model(image))
-        pooled = model.forward_head(features, pre_logits=True)
         final, (last,) = model.forward_intermediates(image, indices=1, norm=True)
         assert torch.equal(final, features)
         assert torch.equal(last.flatten(2).mT, features[:, 1:])
-        cfg = timm.get_pretrained_cfg("t2t_vit_14")
-        assert f"{cfg.first_conv}.weight" in model.state_dict()
-        assert model.get_classifier() is model.head
-        model.reset_classifier(0)
-        assert torch.equal(model(image), pooled)
         maps = timm.create_model(
             "t2t_vit_14", **MICRO | dict(depth=3), features_only=True, out_indices=(0, 2)
         ).eval()(image)

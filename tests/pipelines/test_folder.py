@@ -26,12 +26,12 @@ MAPS = ("map_logit", "map_class", "map_lse", "window")
 @pytest.fixture(scope="module", params=["tail", "zero-logit"])
 def stores(request, folder, tmp_path_factory):
     """Store the same maps of `folder` in every form: {form: path}."""
-    from densefeed.relabel.scoring import top_maps_sync
+    from densefeed.relabel.scoring import keep, to_maps
 
     images, root = Images(folder, split="train"), tmp_path_factory.mktemp("forms")
     logits = 3 * torch.randn(len(images), 6, 6, 2, generator=torch.Generator().manual_seed(4))
     windows = np.tile(np.array([[0, 0.1, 1, 0.9]], np.float32), (len(images), 1))
-    maps = top_maps_sync(logits, 2, windows)
+    maps = to_maps(keep(logits, 2), windows)
     header = dict(absent=request.param, geometry="center-crop")
     write_store(root / "raw.h5", images, maps, 2, **header)
     paths = {form: root / f"{form}.h5" for form in ("raw", "lossless", "compact")}

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from densefeed.pipelines.batch import Batch, ScoreMapSpec
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.targets import TargetRules, check_batch, sparse_targets
-from densefeed.relabel.scoring import top_maps_sync
+from densefeed.relabel.scoring import keep, to_maps
 from densefeed.relabel.teacher import Teacher
 from densefeed.storage.geometry import crop_views, visible_boxes
 from densefeed.storage.score_maps import palette_sizes
@@ -61,8 +61,8 @@ def test_every_token_has_the_label_of_its_pixels(
         Colors(), SIZE, geometry, LEVELS, tta_views=views, tiles=2 if geometry == "tile" else 1
     )
     pictures, window = teacher.prepare(image)
-    maps = top_maps_sync(
-        teacher(torch.from_numpy(pictures)[None]), 3, np.array([window], np.float32)
+    maps = to_maps(
+        keep(teacher(torch.from_numpy(pictures)[None]), 3), np.array([window], np.float32)
     )
     assert maps.logit.shape[1] == (84 if geometry == "tile" else 48)
     plan = EpochPlan(num_samples=8, batch=1, seed=seed, mode="train")

@@ -19,7 +19,7 @@ from densefeed.relabel.audit import measure_accuracy
 from densefeed.relabel.estimates import estimate_pass
 from densefeed.relabel.labeling import begin_pass, score_batches, unfinished_batches
 from densefeed.relabel.rendering import PillowRender
-from densefeed.relabel.scoring import top_maps_sync
+from densefeed.relabel.scoring import keep, to_maps
 from densefeed.relabel.teacher import Teacher, weights_hash
 from densefeed.storage.images import Images, decode
 from densefeed.storage.maintenance import convert
@@ -158,19 +158,12 @@ def test_accuracy_counts_unnamed_classes_as_stored(tmp_path, random_maps, absent
     assert measure_accuracy(ScoreMapStore(tmp_path / "maps.h5"), batch=16) == 0.75
 
 
-def test_top_k_is_sorted_and_lse_covers_all_classes():
-    logits = torch.randn(2, 3, 3, 9) * 4
-    maps = top_maps_sync(logits, 4, np.zeros((2, 4), np.float32))
-    assert (np.diff(maps.logit.astype(np.float32), axis=-1) <= 0).all()
-    np.testing.assert_allclose(maps.lse, logits.double().exp().sum(-1).log(), rtol=1e-3)
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e6])
 def test_logits_that_float16_cannot_hold_are_refused(bad):
     logits = torch.zeros(1, 2, 2, 3)
     logits[0, 1, 1, 2] = bad
     with pytest.raises(UserError, match=r"not finite in float16"):
-        top_maps_sync(logits, 2, np.zeros((1, 4), np.float32))
+        to_maps(keep(logits, 2), np.zeros((1, 4), np.float32))
 
 
 def test_impossible_options_are_refused_before_any_work(folder, tmp_path):

@@ -17,7 +17,7 @@ from densefeed.relabel.scoring import (
     find_batch_size,
     keep,
     timed_convolutions,
-    top_maps_sync,
+    to_maps,
 )
 from densefeed.relabel.teacher import Teacher
 from densefeed.system.errors import UserError
@@ -41,7 +41,7 @@ def random_pictures(count=3):
 def test_kept_numbers_are_top_k_and_classes_beyond_int16():
     """40,000 classes: numbers that do not fit int16 are read as uint16."""
     logits = torch.randn(1, 2, 2, 40_000, generator=torch.Generator().manual_seed(0))
-    maps = top_maps_sync(logits, 3, np.zeros((1, 4), np.float32))
+    maps = to_maps(keep(logits, 3), np.zeros((1, 4), np.float32))
     order = np.argsort(-logits.double().numpy(), axis=-1)[..., :3]
     np.testing.assert_array_equal(maps.cls, order)
     assert maps.cls.max() > 32767

@@ -235,22 +235,21 @@ def main() -> None:
 
     def describe(recipe: Recipe) -> str:
         """One line of each in the list of recipes; in a recipe's own --help its text."""
-        text = errors.name_commands(recipe.text)
-        return text if recipe.name in sys.argv else text.partition("\n")[0]
+        return recipe.text if recipe.name in sys.argv else recipe.text.partition("\n")[0]
 
     recipes = {name: (describe(recipe), recipe()) for name, recipe in RECIPES.items()}
-    about, flat = errors.name_commands(__doc__), (tyro.conf.OmitArgPrefixes,)
+    flat = (tyro.conf.OmitArgPrefixes,)
     with raise_on_rank0():
         check_recipe(sys.argv[1:2], list(recipes))
         with errors.name_stream(errors.STDOUT):
-            config = tyro.extras.overridable_config_cli(recipes, description=about, config=flat)
+            config = tyro.extras.overridable_config_cli(recipes, description=__doc__, config=flat)
         # tyro does not return the name of the recipe that it chose.
         check_unused(config, recipes[sys.argv[1]][1])
         train(config)
 
 
 def command() -> None:
-    """Run the console script `densefeed-train`."""
+    """Run `densefeed train`."""
     errors.run(main)
 
 

@@ -7,8 +7,6 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TextIO
 
@@ -40,42 +38,11 @@ COLLAPSED_URL = re.compile(r"(s3|gs|az):/(?=[^/])")
 NO_MEMORY = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed")
 
 
-@cache
-def installed_commands() -> dict[str, str]:
-    """Return the commands of an installed package by their modules.
-
-    Empty in a checkout, where the package stands beside its scripts.
-    """
-    if (Path(__file__).parents[2] / "tools" / "relabel_imagenet.py").exists():
-        return {}
-    points = entry_points(group="console_scripts")
-    return {point.module: point.name for point in points}
-
-
-def name_commands(text: str) -> str:
-    """Write `python tools/x.py` as the command that it is in an installed package."""
-    if not (commands := installed_commands()):
-        return text
-
-    def replaced(match: re.Match) -> str:
-        launcher, script = match.groups()
-        module = f"densefeed.{script.replace('/', '.')}"
-        # torchrun takes no command, and not every tool is one.
-        if module in commands and launcher in (None, "python "):
-            return commands[module]
-        return f"{launcher or 'python '}-m {module}"
-
-    return re.sub(r"(python |torchrun .*?)?(?<![\w/])(tools/\w+|train)\.py\b", replaced, text)
-
-
 class UserError(Exception):
     """Invalid input. The message is one sentence that names the file or option and the remedy.
 
     Commands print it and exit with code 2.
     """
-
-    def __init__(self, message: str) -> None:
-        super().__init__(name_commands(message))
 
 
 class BusyError(UserError):
@@ -190,7 +157,7 @@ def open_streams() -> None:
 
 
 def make_command(main: Callable, options: type, description: str) -> Callable[[], None]:
-    """Return the console script that calls `main` with `options` from the command line."""
+    """Return the command that calls `main` with `options` from the command line."""
 
     def command() -> None:
         # Imported here: every module of the package imports this one for UserError.
@@ -198,7 +165,7 @@ def make_command(main: Callable, options: type, description: str) -> Callable[[]
 
         def call() -> None:
             with name_stream(STDOUT):
-                given = tyro.cli(options, description=name_commands(description))
+                given = tyro.cli(options, description=description)
             main(given)
 
         run(call)

@@ -1,4 +1,4 @@
-"""Recommend a loader and a number of threads for training a model on a data set on this machine.
+"""Recommend a loader and a number of threads for a training on this machine.
 
     python tools/advise.py --data train.beton --model lvvit_s
     python tools/advise.py --data imagenet --score-maps maps.h5 --model deit_small_patch16_224

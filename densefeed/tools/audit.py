@@ -1,4 +1,4 @@
-"""Audit a file of score maps: print the findings, and write them to an HTML page and to JSON.
+"""Audit score maps: print the findings, and write them to an HTML page and to JSON.
 
     python tools/audit.py maps.h5 --data imagenet --teacher dm_nfnet_f6.dm_in1k
 

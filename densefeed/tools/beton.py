@@ -6,16 +6,13 @@ python tools/beton.py verify train.beton val.beton
 import tyro
 
 from densefeed.storage.beton import verify_files
-from densefeed.system.errors import name_commands, run
+from densefeed.system.errors import run
 
 
 def command() -> None:
-    """Run the console script `densefeed-beton`."""
-    run(
-        lambda: tyro.extras.subcommand_cli_from_dict(
-            {"verify": verify_files}, description=name_commands(__doc__)
-        )
-    )
+    """Run `densefeed beton`."""
+    commands = {"verify": verify_files}
+    run(lambda: tyro.extras.subcommand_cli_from_dict(commands, description=__doc__))
 
 
 if __name__ == "__main__":

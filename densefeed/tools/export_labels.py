@@ -1,4 +1,4 @@
-"""Export score maps (HDF5) as a TokenLabeling tree, one .pt file per image, for the published code.
+"""Export score maps as a TokenLabeling tree of .pt files, for the published code.
 
     python tools/export_labels.py --maps maps.h5 --out label_top5_train
 

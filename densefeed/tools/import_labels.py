@@ -1,4 +1,4 @@
-"""Import published score maps, one small file per image, into an HDF5 store for a folder of images.
+"""Import published score maps, one small file per image, into one HDF5 file.
 
     python tools/import_labels.py --labels label_top5_train --data imagenet --out maps.h5
     python tools/import_labels.py --labels arrays --data photos --out maps.h5 \\

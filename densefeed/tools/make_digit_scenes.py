@@ -1,4 +1,4 @@
-"""Make an ImageFolder of digit scenes: real digits on real photographs, several in each image.
+"""Make a folder of digit scenes: real digits on real photographs, several per image.
 
     python tools/make_digit_scenes.py --out scenes
 

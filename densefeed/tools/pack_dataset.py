@@ -338,7 +338,7 @@ def shrink(image: Image.Image, max_side: int) -> Image.Image:
 
 
 def command() -> None:
-    """Run the console script `densefeed-pack`.
+    """Run `densefeed pack`.
 
     SIGTERM, with which schedulers stop a job, ends it as Ctrl-C does.
     """

@@ -1,8 +1,8 @@
-"""Run the whole flow on real images, from nothing to a report; `make quickstart` runs this.
+"""Run the whole flow on real images, from nothing to a report.
 
     python tools/quickstart.py --out quickstart
 
-It composes digit scenes, trains a teacher, labels every cell of every training image with it, packs
+`make quickstart` runs this. It composes digit scenes, trains a teacher, labels every cell of every training image with it, packs
 images and score maps, trains students that differ only in their supervision, and writes a report.
 Each step is a command that you can type yourself, and is printed before it runs. Finished steps are
 kept, so a second call is quick and an interrupted one continues; remove the folder to start over.
@@ -13,13 +13,13 @@ import shlex
 import statistics
 import sys
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
 import torch
 from rich.table import Table
 
 from densefeed.recipes import RECIPES
+from densefeed.system.commands import call
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.json_files import check_number, read_json
 from densefeed.system.options import Count, Options
@@ -80,12 +80,12 @@ class Quickstart(FlowOptions):
 def run_step(
     result: Path,
     purpose: str,
-    program: str,
+    name: str,
     *words: object,
     threads: int | None = None,
     **options: object,
 ) -> None:
-    """Print and run one command of ours, unless its `result` exists.
+    """Print and run the command `densefeed NAME`, unless its `result` exists.
 
     Those of the `options` that are not None become --options. `threads` is the number of PyTorch's
     threads, None for one per core.
@@ -93,13 +93,13 @@ def run_step(
     if result.exists():
         print(f"{result} exists; skipped")
         return
-    for name, value in options.items():
+    for option, value in options.items():
         if value is not None:
-            words += f"--{name.replace('_', '-')}", value
-    words = [program, *map(str, words)]
+            words += f"--{option.replace('_', '-')}", value
+    words = [name, *map(str, words)]
     # Flushed, since in a pipe the output of the command would come before it.
     setting = f"OMP_NUM_THREADS={threads} " if threads else ""
-    for line in ("", f"# {purpose}", f"$ {setting}python {shlex.join(words)}"):
+    for line in ("", f"# {purpose}", f"$ {setting}densefeed {shlex.join(words)}"):
         print(line, flush=True)
     if code := run_command(words, threads):
         sys.exit(code)
@@ -111,10 +111,7 @@ def run_step(
 
 
 def run_command(words: list[str], threads: int | None = None) -> int:
-    """Run a command of ours, given by its program and arguments; return its exit code.
-
-    `threads` is as in `run_step`.
-    """
+    """Run a command in a process of its own; return its exit code. `threads` as in `run_step`."""
     # A forked process has PyTorch and timm already, whose import takes 4 s of every command. Only
     # Linux forks safely: macOS's libraries may hold locks.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
@@ -125,11 +122,10 @@ def run_command(words: list[str], threads: int | None = None) -> int:
 
 
 def call_command(words: list[str], threads: int | None) -> None:
-    """Do in this process what a command's console script does."""
-    sys.argv = words
+    """Run a command in this process."""
     if threads:
         torch.set_num_threads(threads)
-    import_module(f"densefeed.{words[0].removesuffix('.py').replace('/', '.')}").command()
+    call(*words)
 
 
 def prepare_data(out: Path, seed: int, options: FlowOptions) -> tuple[Path, Path]:
@@ -139,7 +135,7 @@ def prepare_data(out: Path, seed: int, options: FlowOptions) -> tuple[Path, Path
     run_step(
         scenes,
         "Compose scenes: one large handwritten digit, which is the image label, and small others",
-        "tools/make_digit_scenes.py",
+        "scenes",
         out=scenes,
         train=options.train,
         val=options.val,
@@ -151,17 +147,16 @@ def prepare_data(out: Path, seed: int, options: FlowOptions) -> tuple[Path, Path
     run_step(
         maps,
         "Label every cell of every training image with the teacher: the score maps",
-        "tools/relabel_imagenet.py",
+        "label",
         data=scenes,
         teacher=teacher,
         input_size=TEACHER_SIZE,
         top_k=5,
         out=maps,
     )
-    pack = "tools/pack_dataset.py"
     purpose = "Pack the training images and their score maps into one file"
-    run_step(packed, purpose, pack, data=scenes, maps=maps, out=packed)
-    run_step(val, "Pack the validation images", pack, data=scenes, split="val", out=val)
+    run_step(packed, purpose, "pack", data=scenes, maps=maps, out=packed)
+    run_step(val, "Pack the validation images", "pack", data=scenes, split="val", out=val)
     return packed, val
 
 
@@ -172,7 +167,7 @@ def train_model(
     run_step(
         out / "result.json",
         purpose,
-        "train.py",
+        "train",
         *words,
         **data,
         out=out,
@@ -227,7 +222,7 @@ def run_flow(out: Path, seed: int, options: Quickstart) -> dict:
         train_model(runs[name], purpose, (recipe_name(name),), data, seed, options)
     report, boxes = out / "report.html", out / "scenes/boxes.json"
     purpose = "Write the report: results, curves, and what the students saw"
-    run_step(report, purpose, "tools/report.py", *runs.values(), boxes=boxes, out=report)
+    run_step(report, purpose, "report", *runs.values(), boxes=boxes, out=report)
     top1 = {name: read_top1(folder) for name, folder in runs.items()}
     return {"top1": top1, "purity": read_purity(report)}
 

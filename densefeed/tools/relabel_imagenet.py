@@ -1,4 +1,4 @@
-"""Label every cell of every image with a teacher: images in, dense score maps (HDF5) out.
+"""Label every cell of every image with a teacher: images in, score maps (HDF5) out.
 
     python tools/relabel_imagenet.py --data imagenet --teacher dm_nfnet_f6.dm_in1k \\
         --input-size 576 --top-k 5 --out maps.h5
@@ -205,7 +205,7 @@ def begin(labeling: Labeling, device: torch.device, shows: bool) -> Pass:
 
 
 def command() -> None:
-    """Run the console script `densefeed-relabel`.
+    """Run `densefeed label`.
 
     SIGTERM, with which schedulers stop a job, ends it as Ctrl-C does: workers give leases back.
     """

@@ -1,4 +1,4 @@
-"""Verify, convert, merge, select or fetch score maps; show workers' progress, or redo images.
+"""Verify, convert, merge, select or fetch score maps; show progress, redo images.
 
     python tools/score_maps.py verify maps.h5
     python tools/score_maps.py convert maps.h5 --form compact --out small.h5
@@ -20,7 +20,7 @@ from densefeed.storage.maintenance import convert_file, summary, verify_files
 from densefeed.storage.selection import select_maps
 from densefeed.storage.shard_plan import print_status, redo_images
 from densefeed.storage.shards import merge_folders
-from densefeed.system.errors import UserError, name_commands, run
+from densefeed.system.errors import UserError, run
 from densefeed.system.object_url import ObjectURL
 from densefeed.system.options import Location
 from densefeed.system.terminal import print
@@ -54,8 +54,8 @@ COMMANDS = {
 
 
 def command() -> None:
-    """Run the console script `densefeed-score-maps`."""
-    run(lambda: tyro.extras.subcommand_cli_from_dict(COMMANDS, description=name_commands(__doc__)))
+    """Run `densefeed score-maps`."""
+    run(lambda: tyro.extras.subcommand_cli_from_dict(COMMANDS, description=__doc__))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Evaluate a trained model: top-1, top-5, ReaL accuracy, loss and speed, at any resolution.
+"""Evaluate a trained model: top-1, top-5, ReaL accuracy, loss and speed, at any size.
 
     python tools/validate.py runs/student --data val.beton --json row.json
     python tools/validate.py runs/student --loader folder --data imagenet --real real.json

@@ -111,8 +111,8 @@ def test_the_path_of_the_report_is_printed_as_it_is(tmp_path, capsys, name):
 def test_commands_run_in_processes_of_their_own(capfd, monkeypatch):
     """With their own arguments, output and exit code; this process keeps its own arguments."""
     monkeypatch.setattr(sys, "argv", ["pytest"])
-    assert run_command(["tools/make_digit_scenes.py", "--help"]) == 0
+    assert run_command(["scenes", "--help"]) == 0
     assert "--out" in capfd.readouterr().out
-    assert run_command(["tools/make_digit_scenes.py", "--out", "x", "--train", "9"]) == 2
+    assert run_command(["scenes", "--out", "x", "--train", "9"]) == 2
     assert "--train" in capfd.readouterr().err
     assert sys.argv == ["pytest"]

@@ -1,0 +1,83 @@
+"""The command `densefeed`: its list without PyTorch, its subcommands, and words that are none."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from densefeed.system import commands
+from densefeed.system.commands import COMMANDS
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = "import sys; from densefeed.system.commands import main; main(); "
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
+@pytest.mark.parametrize("start", ["script", "module"])
+def test_the_list_needs_no_pytorch(words, start, tmp_path):
+    """As the console script that pip writes, and as `python -m densefeed`."""
+    script = tmp_path / "densefeed"
+    script.write_text(SCRIPT + "assert 'torch' not in sys.modules")
+    program = [str(script)] if start == "script" else ["-X", "importtime", "-m", "densefeed"]
+    done = subprocess.run(
+        [sys.executable, *program, *words],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "torch" not in done.stderr
+    found = re.findall(r"^  (\S+) +(\S.+)$", done.stdout, re.M)
+    assert [name for name, _ in found] == list(COMMANDS)
+    assert max(map(len, done.stdout.splitlines())) <= 100
+    assert dict(found)["train"] == "Train a vision transformer from dense teacher score maps."
+
+
+def test_a_program_of_this_name_imports_the_package(tmp_path):
+    """With words of its own, or where `densefeed` is only its argument."""
+    code = "import timm, densefeed; assert timm.is_model('lvvit_s'); print(densefeed.open_loader)"
+    for name, words in (("densefeed", ["train"]), ("run.py", ["densefeed"]), ("run.py", [])):
+        (tmp_path / name).write_text(code)
+        done = subprocess.run(
+            [sys.executable, tmp_path / name, *words],
+            env={"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.stdout.startswith("<function open_loader"), done.stderr
+
+
+def test_every_command_has_its_function_and_the_wheel_has_one_script():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert list(project["scripts"]) == ["densefeed"]
+    place = project["scripts"]["densefeed"]
+    assert EntryPoint("densefeed", place, "console_scripts").load() is commands.main
+    for module in COMMANDS.values():
+        assert callable(EntryPoint("x", f"densefeed.{module}:command", "x").load()), module
+
+
+@pytest.mark.parametrize("name", ["costs", "score-maps"])
+def test_a_command_prints_its_own_help(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/densefeed", name, "--help"])
+    with pytest.raises(SystemExit) as stopped:
+        commands.main()
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: densefeed {name} ")
+
+
+@pytest.mark.parametrize(
+    ("name", "like"),
+    [("trian", "train"), ("relabel", "label"), ("model-costs", "costs"), ("x", "quickstart, ")],
+)
+def test_an_unknown_command_is_one_sentence(name, like, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["densefeed", name])
+    with pytest.raises(SystemExit) as stopped:
+        commands.main()
+    assert stopped.value.code == 2
+    sentence = f"error: densefeed has no command '{name}'; choose from {like}"
+    assert capsys.readouterr().err.startswith(sentence)

@@ -2,8 +2,9 @@
 
     python tools/quickstart.py --out quickstart
 
-`make quickstart` runs this. It composes digit scenes, trains a teacher, labels every cell of every training image with it, packs
-images and score maps, trains students that differ only in their supervision, and writes a report.
+`make quickstart` runs this. It composes digit scenes, trains a teacher, labels every cell of every
+training image with it, packs images and score maps, trains students that differ only in their
+supervision, and writes a report.
 Each step is a command that you can type yourself, and is printed before it runs. Finished steps are
 kept, so a second call is quick and an interrupted one continues; remove the folder to start over.
 """

@@ -24,13 +24,13 @@ import torch
 from rich.table import Table
 
 from benchmarks.harness import environment, use_cores
+from densefeed.recipes.digit_flow import FlowOptions, prepare_data, read_top1
 from densefeed.system.devices import CORES
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import replace_file
 from densefeed.system.options import Options
 from densefeed.system.terminal import print, print_table
-from densefeed.tools.load_model import open_trained
-from densefeed.tools.quickstart import FlowOptions, prepare_data, read_top1
+from densefeed.training.load_model import open_trained
 
 SEEDS = range(5)
 FOLDER = Path(__file__).parents[1] / "records"

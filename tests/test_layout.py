@@ -29,6 +29,7 @@ ORDER = (
     "relabel",
     "pipelines",
     "models",
+    "pages",
     "explain",
     "objectives",
     "step",
@@ -149,9 +150,22 @@ def test_every_config_field_is_read():
                 assert declared <= read | {"version"}, f"{path}: {declared - read} is never read"
 
 
-COMMANDS = [
-    path for path in SOURCES if "make_command(" in path.read_text() and path.parent.name == "tools"
-]
+TOOLS = [path for path in SOURCES if path.parent.name == "tools" and path.stem != "__init__"]
+COMMANDS = [path for path in TOOLS if "make_command(" in path.read_text()]
+
+
+@pytest.mark.parametrize("path", TOOLS, ids=lambda path: path.stem)
+def test_every_tool_is_a_command_and_imports_no_other(path):
+    """What several commands use is a library, and stands in a room before them."""
+    text = path.read_text()
+    names = {
+        name.id if isinstance(name, ast.Name) else name
+        for node in ast.parse(text).body
+        for name in (*getattr(node, "targets", ()), getattr(node, "name", ""))
+    }
+    assert "command" in names
+    assert 'if __name__ == "__main__":\n    command()\n' in text
+    assert not [name for name in modules_imported(text) if name.startswith("densefeed.tools")]
 
 
 def options_of(path: Path) -> tuple[Path, str]:
@@ -245,11 +259,11 @@ def test_wheel_contains_only_densefeed(tmp_path):
         "native/libdensefeed.so",
         "storage/FORMAT.md",
         "recipes/ABLATIONS.md",
-        "tools/report.html",
-        "tools/audit.html",
-        "tools/page.html",
-        "tools/explain.html",
-        "tools/heat.html",
+        "pages/report.html",
+        "pages/audit.html",
+        "pages/page.html",
+        "pages/explain.html",
+        "pages/heat.html",
     }
     assert {f"densefeed/{name}" for name in ("train.py", *data)} <= set(names)
     assert not any(name.endswith(".c") or name == "densefeed/setup.py" for name in names)

@@ -44,10 +44,12 @@ from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.storage.store_folder import open_rows
 from densefeed.system.errors import UserError
 from densefeed.system.progress import bar
+from densefeed.system.terminal import print
 
 # N rows   S cells along a side   k classes a cell   K classes
 
 Verdict = Literal["fault", "warning", "unchecked", "sound"]
+VERDICTS = {"fault": "Fault", "warning": "Warning", "unchecked": "Not checked", "sound": "Sound"}
 
 # A store of up to 100,000 rows is read whole. In a larger one, 20,480 evenly spaced rows are read:
 # 20 a class of ImageNet, 145 MB.
@@ -1094,3 +1096,24 @@ def find_disagreements(store: ScoreMapStore, scan: RowScan) -> list[dict]:
         for n in np.argsort(-excess, kind="stable")[:60]
         if disagrees[n]
     ]
+
+
+# ------------------------------------------------------------------------------------ the terminal
+
+
+def print_checks(result: AuditResult) -> None:
+    """Print a line for each check, faults first."""
+    for check in result.checks:
+        remedy = f". {check.remedy}" if check.remedy else ""
+        print(f"{VERDICTS[check.verdict].lower():>12}  {check.name}: {check.evidence}{remedy}")
+
+
+def raise_on_faults(result: AuditResult, path: Path, hint: str) -> None:
+    """Raise UserError, for exit code 2, if a fault was found; `hint` says where remedies are."""
+    faults = result.faults()
+    if faults:
+        names = ", ".join(check.name for check in faults)
+        raise UserError(
+            f"{path}: the audit found {len(faults)} "
+            f"fault{'s' * (len(faults) > 1)} ({names}); {hint}"
+        )

@@ -22,15 +22,15 @@ from pathlib import Path
 
 from rich.table import Table
 
-from densefeed.system.errors import UserError, make_command
-from densefeed.system.terminal import print, print_table
-from densefeed.tools.quickstart import (
+from densefeed.recipes.digit_flow import (
     FlowOptions,
     format_spread,
     prepare_data,
     read_top1,
     train_model,
 )
+from densefeed.system.errors import UserError, make_command
+from densefeed.system.terminal import print, print_table
 
 CE, RELABEL, TOKENS = "lvvit_micro_ce", "lvvit_micro_relabel", "lvvit_micro_token_label"
 MIXTOKEN = f"{TOKENS}_mixtoken"

@@ -9,47 +9,36 @@ which part of the image they cover, and whether each is stored at its own image.
 that a fault was found.
 """
 
-import base64
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import jinja2
 import numpy as np
-import torch
 import tyro
-from markupsafe import Markup
 from PIL import Image
 
-from densefeed.relabel.audit import AuditResult, audit, class_name
+from densefeed.pages.templates import INKS, TEMPLATES, picture
+from densefeed.relabel.audit import (
+    VERDICTS,
+    AuditResult,
+    audit,
+    class_name,
+    print_checks,
+    raise_on_faults,
+)
 from densefeed.relabel.reference_match import ORIENTATIONS, References
-from densefeed.relabel.teacher import Teacher
 from densefeed.storage.images import DecodeOptions, Images, decode, limit_pixels
 from densefeed.storage.row_codecs import cell_targets
 from densefeed.storage.store_folder import open_rows, read_manifest
-from densefeed.system.devices import DeviceOptions, ThreadOptions, choose_device
-from densefeed.system.errors import UserError, first_line, make_command
+from densefeed.system.devices import DeviceOptions, ThreadOptions
+from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import check_ending, replace_file
 from densefeed.system.options import Bounds, own_first
 from densefeed.system.provenance import check_replaceable, write_json
-from densefeed.system.terminal import escape_controls, print
-from densefeed.tools.load_teacher import load_network
+from densefeed.system.terminal import print
+from densefeed.training.load_teacher import load_references
 
-# The colors of Okabe and Ito but black, which color-blind readers can tell apart, and three more.
-INKS = (
-    "#56b4e9",
-    "#e69f00",
-    "#009e73",
-    "#f0e442",
-    "#d55e00",
-    "#cc79a7",
-    "#0072b2",
-    "#b2df8a",
-    "#ff7f7f",
-    "#9e9ac8",
-)
 # Pictures on the page: with 18 x 18 cells 0.8 MB in all.
 NUM_OVERLAYS, NUM_DISAGREEMENTS = 12, 24
 # Longer side of a picture, pixels.
@@ -58,26 +47,6 @@ PICTURE_SIDE = 224
 FEW_CLASSES = 30
 # While one of these checks has a fault, the agreement with the labels is no measure of the teacher.
 BEFORE_ACCURACY = ("logits", "images", "class names", "class list", "labels", "rows")
-
-
-def escape_text(value: object) -> object:
-    """Write the control characters of a text visibly: HTML allows none, and some change its order.
-
-    What a template made itself, a Markup, stays.
-    """
-    is_text = isinstance(value, str) and not isinstance(value, Markup)
-    return escape_controls(value) if is_text else value
-
-
-# The templates of this folder; an undefined name in one is an error.
-TEMPLATES = jinja2.Environment(
-    loader=jinja2.FileSystemLoader(Path(__file__).parent),
-    # Names of files and classes may contain HTML.
-    autoescape=True,
-    finalize=escape_text,
-    undefined=jinja2.StrictUndefined,
-)
-VERDICTS = {"fault": "Fault", "warning": "Warning", "unchecked": "Not checked", "sound": "Sound"}
 
 
 @own_first
@@ -141,64 +110,6 @@ def open_references(options: AuditOptions) -> References:
     return load_references(options.teacher, options.model, size, names, options.device)
 
 
-def load_references(
-    name: str, model: str, input_size: int, class_names: Sequence[str], device: str = "auto"
-) -> References:
-    """Load a model as two references: shown whole images, and shown their center squares.
-
-    `name` is a teacher as in tools/relabel_imagenet.py. Raises UserError if the model cannot be
-    loaded, was trained on other classes, or does not take inputs of `input_size` pixels.
-    """
-    network = load_network(name, model, input_size)
-    names = network.class_names
-    if names and list(names) != list(class_names):
-        raise UserError(
-            f"{name} was trained on other classes than the maps have ({names[0]}, ... and "
-            f"{class_names[0]}, ...); choose another reference"
-        )
-    place = choose_device(device)
-    # Both show their pictures to the same network.
-    found = {
-        geometry: Teacher(network.model, input_size, geometry, network.config, name=name).to(place)
-        for geometry in ("squash", "center-crop")
-    }
-    # A wrong size is refused before any image is read.
-    check_input_size(found["squash"], name)
-    return found
-
-
-def check_input_size(teacher: Teacher, name: str) -> None:
-    """Raise UserError if the teacher `name` fails on an image of its input size."""
-    try:
-        teacher(torch.zeros(1, *teacher.shape, dtype=torch.uint8, device=teacher.mean.device))
-    except (AssertionError, RuntimeError) as error:
-        raise UserError(
-            f"{name} does not take images of {teacher.input_size} px ({first_line(error)}); pass "
-            "the size that it takes"
-        ) from error
-
-
-# ------------------------------------------------------------------------------------ the terminal
-
-
-def print_checks(result: AuditResult) -> None:
-    """Print a line for each check, faults first."""
-    for check in result.checks:
-        remedy = f". {check.remedy}" if check.remedy else ""
-        print(f"{VERDICTS[check.verdict].lower():>12}  {check.name}: {check.evidence}{remedy}")
-
-
-def raise_on_faults(result: AuditResult, path: Path, hint: str) -> None:
-    """Raise UserError, for exit code 2, if a fault was found; `hint` says where remedies are."""
-    faults = result.faults()
-    if faults:
-        names = ", ".join(check.name for check in faults)
-        raise UserError(
-            f"{path}: the audit found {len(faults)} "
-            f"fault{'s' * (len(faults) > 1)} ({names}); {hint}"
-        )
-
-
 # ---------------------------------------------------------------------------------------- the page
 
 
@@ -259,13 +170,6 @@ def palette_bars(palette: dict) -> dict:
     high = int(sizes.max())
     bins, weights = min(24, high + 1), palette["counts"]
     return scale_bars(np.histogram(sizes, bins, (0, high + 1), weights=weights)[0], 0, high)
-
-
-def picture(image: Image.Image, kind: str) -> str:
-    """Encode an image as a data URL: PNG, which is lossless and ignores the quality, or JPEG."""
-    buffer = io.BytesIO()
-    image.save(buffer, kind, optimize=True, quality=82)
-    return f"data:image/{kind.lower()};base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 def draw_row(result: AuditResult, row: int) -> dict:

@@ -14,13 +14,13 @@ import numpy as np
 import tyro
 from PIL import Image, ImageDraw, ImageFont
 
+from densefeed.pages.tokens import label_tokens
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import replace_file
 from densefeed.system.options import Count, Options
-from densefeed.tools.report import label_tokens
 
 # Pixels of the figure, which is drawn at twice the size at which it is shown.
 SIDE, GAP, TOP, FOOT = 640, 40, 84, 96

@@ -31,9 +31,20 @@ from timm.data import ImageNetInfo, resolve_data_config
 from torch import Tensor
 
 from densefeed.explain.capture import TokenLayout
+from densefeed.explain.explainer import (
+    Explainer,
+    Explanation,
+    LayerMaps,
+    list_classes,
+    save_arrays,
+    save_pictures,
+)
 from densefeed.explain.features import feature_picture
+from densefeed.explain.heat_maps import HEAT, encode_map, gray, matrix_picture, shrink
 from densefeed.explain.refusals import group_refusals
 from densefeed.models.model_spec import ModelSpec, is_registered
+from densefeed.pages.templates import TEMPLATES, picture
+from densefeed.pages.tokens import label_tokens, make_cells
 from densefeed.pipelines.augment.augmentation import Normalize
 from densefeed.pipelines.batch import crop_batch
 from densefeed.pipelines.folder import map_spec
@@ -60,17 +71,7 @@ from densefeed.system.files import (
 from densefeed.system.options import Bounds, Count, NonNegativeInt, own_first
 from densefeed.system.progress import steps_bar
 from densefeed.system.terminal import escape_controls, print
-from densefeed.tools.audit import TEMPLATES, picture
-from densefeed.tools.explainer import (
-    Explainer,
-    Explanation,
-    LayerMaps,
-    list_classes,
-    save_arrays,
-    save_pictures,
-)
-from densefeed.tools.heat_maps import HEAT, encode_map, gray, matrix_picture, shrink
-from densefeed.tools.load_model import (
+from densefeed.training.load_model import (
     Trained,
     Weights,
     at_size,
@@ -79,8 +80,7 @@ from densefeed.tools.load_model import (
     open_beside,
     open_trained,
 )
-from densefeed.tools.load_teacher import download
-from densefeed.tools.report import label_tokens, make_cells
+from densefeed.training.load_teacher import download
 
 # Longer side of a photograph, a matrix and a picture of features on the page, pixels.
 PHOTO_SIDE, MATRIX_SIDE, FEATURES_SIDE = 224, 224, 280

@@ -54,7 +54,7 @@ from densefeed.system.files import (
 )
 from densefeed.system.provenance import check_replaceable
 from densefeed.system.terminal import print
-from densefeed.tools.load_model import Trained, Weights, open_trained
+from densefeed.training.load_model import Trained, Weights, open_trained
 
 # Packages of the dependency group `export`.
 NEEDED = ("onnx", "onnxscript", "onnxruntime")

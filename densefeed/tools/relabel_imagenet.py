@@ -63,7 +63,7 @@ from densefeed.system.object_url import ObjectURL
 from densefeed.system.options import Bounds, Count, Location, NonNegativeInt, own_first
 from densefeed.system.terminal import print
 from densefeed.tools.label_engines import Engine, run_on_ray
-from densefeed.tools.load_teacher import load_teacher
+from densefeed.training.load_teacher import load_teacher
 
 
 @own_first

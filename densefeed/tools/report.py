@@ -12,7 +12,7 @@ import os
 import statistics
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -27,12 +27,14 @@ from PIL import Image
 from densefeed.models.token_transformer import TokenTransformer
 from densefeed.objectives import OBJECTIVES, active_methods, build_objective
 from densefeed.objectives.base import DenseObjective
+from densefeed.pages.templates import TEMPLATES, picture
+from densefeed.pages.tokens import label_tokens, make_cells
+from densefeed.pages.true_objects import Truth, boxes_in_crop, make_objects, read_objects
 from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches, load_crops
-from densefeed.pipelines.batch import Batch, ScoreMapSpec
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.pipelines.shapes import Grid, describe_shape
-from densefeed.pipelines.targets import PLAIN, TargetRules, sparse_targets
+from densefeed.pipelines.shapes import describe_shape
+from densefeed.pipelines.targets import TargetRules
 from densefeed.storage.images import Images
 from densefeed.system.errors import UserError, make_command, restore_url
 from densefeed.system.files import check_ending, open_regular, replace_file
@@ -41,8 +43,6 @@ from densefeed.system.options import leaves, with_options
 from densefeed.system.progress import bar
 from densefeed.system.provenance import check_replaceable, write_json
 from densefeed.system.terminal import print
-from densefeed.tools.audit import INKS, TEMPLATES, picture
-from densefeed.tools.true_objects import Truth, boxes_in_crop, make_objects, read_objects
 from densefeed.training.build import build_model
 from densefeed.training.config import Config
 from densefeed.training.guards import explain_oom
@@ -238,18 +238,6 @@ def find_owners(boxes_ltrb_n4: np.ndarray, grid: int) -> np.ndarray:
     return np.where((overlaps.sum(-1) == 1) & inside.any(-1), inside.argmax(-1), -1)
 
 
-def label_tokens(
-    batch: Batch, spec: ScoreMapSpec, grid: Grid, rules: TargetRules = PLAIN
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return every token's most probable class, and its probability times the token's weight.
-
-    Both are `[N, T]`.
-    """
-    targets = sparse_targets(batch, spec, grid, rules)
-    best = (targets.extra + targets.base[..., None]).max(-1)
-    return targets.palette.gather(1, best.indices).numpy(), (best.values * targets.weight).numpy()
-
-
 def measure_purity(loader: ThreadedLoader, truths: list[Truth], grid: int) -> dict:
     """Measure how often each kind of label is the class of the object that a token lies on.
 
@@ -324,19 +312,6 @@ def make_contact_sheet(
             "objects": make_objects(truths[index], views[n], grid, names) if boxed else [],
         }
         for n, index in enumerate(batch.index[:CONTACTS].tolist())
-    ]
-
-
-def make_cells(class_T: np.ndarray, probability_T: np.ndarray, names: Sequence[str]) -> list[dict]:
-    """Return how each token of a crop is drawn, row by row."""
-    return [
-        {
-            "name": names[c],
-            "ink": INKS[c % len(INKS)],
-            "opacity": round(0.62 * float(p) ** 2, 3),
-            "sure": bool(p > 0.5),
-        }
-        for c, p in zip(class_T.tolist(), probability_T.tolist(), strict=True)
     ]
 
 

@@ -58,8 +58,8 @@ from densefeed.system.options import Bounds, Count, own_first
 from densefeed.system.progress import bar
 from densefeed.system.provenance import check_replaceable, environment, write_json
 from densefeed.system.terminal import escape_controls, print_table
-from densefeed.tools.load_model import Trained, Weights, imagenet_names, open_trained
 from densefeed.training.evaluation import Metrics, mean_metrics_sync, predict, sum_metrics
+from densefeed.training.load_model import Trained, Weights, imagenet_names, open_trained
 
 PACKAGES = ("torch", "timm", "numpy")
 # Unknown classes that a message lists.

@@ -20,10 +20,10 @@ from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter
 from densefeed.system.errors import UserError
 from densefeed.tools import audit as audit_tool
 from densefeed.tools import export_labels, import_labels
-from densefeed.tools.audit import AuditOptions, load_references, render_page
+from densefeed.tools.audit import AuditOptions, render_page
 from densefeed.tools.export_labels import ExportLabels
 from densefeed.tools.import_labels import Import
-from densefeed.tools.load_teacher import Loaded
+from densefeed.training.load_teacher import Loaded, load_references
 
 from ..runs import label_images
 from ..stores import write_store

@@ -18,6 +18,8 @@ from densefeed.explain.features import block_features
 from densefeed.explain.relevance import class_relevance
 from densefeed.models.agent_cnn import make_agent
 from densefeed.objectives import Objectives, complete
+from densefeed.pages.templates import INKS
+from densefeed.pages.tokens import label_tokens
 from densefeed.pipelines.augment.augmentation import Normalize
 from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import ThreadedLoader
@@ -26,12 +28,10 @@ from densefeed.storage.images import Images
 from densefeed.system.errors import UserError
 from densefeed.system.options import with_options
 from densefeed.tools import explain
-from densefeed.tools.audit import INKS
 from densefeed.tools.explain import Explanations, ImageFile, find_images, main, read_input
-from densefeed.tools.load_model import open_trained
-from densefeed.tools.report import label_tokens
+from densefeed.training.load_model import open_trained
 
-from .test_heat_maps import decode_url
+from ..explain.test_heat_maps import decode_url
 
 SIZE = 32
 NAMES = ["cat", "dog", "<script>alert('\"')</script>", "🦊 & fox", "x" * 200, "\x1b[2Jred"]

@@ -15,7 +15,8 @@ import pytest
 import densefeed.train as training
 from densefeed.system import errors
 from densefeed.system.options import with_options
-from densefeed.tools import export, load_teacher
+from densefeed.tools import export
+from densefeed.training import load_teacher
 
 from ..hostile import children, mutations
 

@@ -9,10 +9,11 @@ import sys
 
 import pytest
 
+from densefeed.recipes.digit_flow import run_command
 from densefeed.system.errors import UserError
 from densefeed.tools import ablations
 from densefeed.tools.ablations import Ablations
-from densefeed.tools.quickstart import LABELS, PARTS, Quickstart, main, run_command
+from densefeed.tools.quickstart import LABELS, PARTS, Quickstart, main
 
 PURITY = {kind: dict.fromkeys(PARTS, 0.25) for kind in LABELS}
 

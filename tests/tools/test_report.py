@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from densefeed.pages.true_objects import boxes_in_crop, parse_truth
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.recipes import RECIPES
 from densefeed.storage.geometry import crop_views
@@ -28,7 +29,6 @@ from densefeed.tools.report import (
     make_row,
     read_run,
 )
-from densefeed.tools.true_objects import boxes_in_crop, parse_truth
 
 
 @pytest.mark.parametrize("flip", [False, True])

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from densefeed.models import checkpoints
 from densefeed.system.errors import UserError
-from densefeed.tools.load_model import at_size, open_trained
+from densefeed.training.load_model import at_size, open_trained
 
 
 def weights(name, seed, **kwargs):

@@ -10,7 +10,7 @@ import torch
 
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError
-from densefeed.tools.load_teacher import load_teacher
+from densefeed.training.load_teacher import load_teacher
 
 ROOT = Path(__file__).parents[2]
 OWN = """

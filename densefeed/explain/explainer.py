@@ -17,10 +17,10 @@ from densefeed.explain.capture import (
     forward_attention,
 )
 from densefeed.explain.features import block_features, feature_picture
+from densefeed.explain.heat_maps import gray, matrix_picture, overlay
 from densefeed.explain.refusals import Refusals
 from densefeed.explain.relevance import attention_rollout, class_relevance, gradient_attention
 from densefeed.system.errors import UserError
-from densefeed.tools.heat_maps import gray, matrix_picture, overlay
 
 # Layers whose whole matrix and features are shown, unless the user names some.
 FEW_LAYERS = 4

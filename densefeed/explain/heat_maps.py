@@ -9,7 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from densefeed.explain.attention_maps import to_picture
-from densefeed.tools.audit import picture
+from densefeed.pages.templates import picture
 
 # Dark, purple, orange, yellow: each lighter than the one before, also in gray and for color-blind
 # readers (matplotlib's inferno).

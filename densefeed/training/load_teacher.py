@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import timm
+import torch
 from timm.data import resolve_data_config
 from torch import nn
 
@@ -20,10 +21,12 @@ from densefeed.models import checkpoints
 from densefeed.models.model_spec import is_registered
 from densefeed.relabel.class_map import ClassMap, read_class_map
 from densefeed.relabel.network import Network, preprocessing_config
+from densefeed.relabel.reference_match import References
 from densefeed.relabel.teacher import Teacher
 from densefeed.storage.geometry import Geometry
+from densefeed.system.devices import choose_device
 from densefeed.system.errors import UserError, first_line
-from densefeed.tools.load_model import imagenet_names
+from densefeed.training.load_model import imagenet_names
 
 # A user's own teacher, package.module:factory.
 FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -119,6 +122,43 @@ def load_network(source: str, model_name: str, size: int) -> Loaded:
         return Loaded(model, preprocessing_config(model), list(getattr(model, "class_names", [])))
     model = set_input_size(download(source), size)
     return Loaded(model, resolve_data_config(model=model), [])
+
+
+def load_references(
+    name: str, model: str, input_size: int, class_names: Sequence[str], device: str = "auto"
+) -> References:
+    """Load a model as two references: shown whole images, and shown their center squares.
+
+    `name` is a teacher as in tools/relabel_imagenet.py. Raises UserError if the model cannot be
+    loaded, was trained on other classes, or does not take inputs of `input_size` pixels.
+    """
+    network = load_network(name, model, input_size)
+    names = network.class_names
+    if names and list(names) != list(class_names):
+        raise UserError(
+            f"{name} was trained on other classes than the maps have ({names[0]}, ... and "
+            f"{class_names[0]}, ...); choose another reference"
+        )
+    place = choose_device(device)
+    # Both show their pictures to the same network.
+    found = {
+        geometry: Teacher(network.model, input_size, geometry, network.config, name=name).to(place)
+        for geometry in ("squash", "center-crop")
+    }
+    # A wrong size is refused before any image is read.
+    check_input_size(found["squash"], name)
+    return found
+
+
+def check_input_size(teacher: Teacher, name: str) -> None:
+    """Raise UserError if the teacher `name` fails on an image of its input size."""
+    try:
+        teacher(torch.zeros(1, *teacher.shape, dtype=torch.uint8, device=teacher.mean.device))
+    except (AssertionError, RuntimeError) as error:
+        raise UserError(
+            f"{name} does not take images of {teacher.input_size} px ({first_line(error)}); pass "
+            "the size that it takes"
+        ) from error
 
 
 def download(source: str, option: str = "--teacher ") -> nn.Module:

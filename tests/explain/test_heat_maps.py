@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from densefeed.tools.heat_maps import (
+from densefeed.explain.heat_maps import (
     HEAT,
     INKS_A3,
     OPACITY,

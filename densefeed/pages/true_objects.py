@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from densefeed.pages.templates import INKS
 from densefeed.storage.images import Images
 from densefeed.system.errors import UserError
 from densefeed.system.json_files import is_number, read_json
-from densefeed.tools.audit import INKS
 
 # Bytes of a file of true boxes: 80,000 scenes.
 LARGEST_BOXES = 2**24

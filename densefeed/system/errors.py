@@ -4,6 +4,7 @@ import errno
 import os
 import platform
 import re
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -156,12 +157,20 @@ def open_streams() -> None:
             setattr(sys, name, os.fdopen(number, "w", closefd=False))
 
 
-def make_command(main: Callable, options: type, description: str) -> Callable[[], None]:
-    """Return the command that calls `main` with `options` from the command line."""
+def make_command(
+    main: Callable, options: type, description: str, sigterm: bool = False
+) -> Callable[[], None]:
+    """Return the command that calls `main` with `options` from the command line.
+
+    With `sigterm`, SIGTERM ends it as Ctrl-C does, and not at once.
+    """
 
     def command() -> None:
         # Imported here: every module of the package imports this one for UserError.
         import tyro
+
+        if sigterm:
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
 
         def call() -> None:
             with name_stream(STDOUT):

@@ -326,14 +326,9 @@ def round_to_4(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
-def command() -> None:
-    """Run the command line.
-
-    SIGTERM, as of `timeout`, ends it as Ctrl-C does: the running stage, which has a session of its
-    own, would otherwise go on beside the next measurement.
-    """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    make_command(main, GpuCheck, __doc__)()
+# SIGTERM as of `timeout`: the running stage, which has a session of its own, would otherwise go on
+# beside the next measurement.
+command = make_command(main, GpuCheck, __doc__, sigterm=True)
 
 
 if __name__ == "__main__":

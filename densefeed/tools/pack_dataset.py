@@ -31,7 +31,6 @@ OUT.part and OUT.part.rows. Remove both after images were added or removed.
 
 import hashlib
 import io
-import signal
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -337,13 +336,8 @@ def shrink(image: Image.Image, max_side: int) -> Image.Image:
     return image.resize(size, Image.Resampling.LANCZOS)
 
 
-def command() -> None:
-    """Run `densefeed pack`.
-
-    SIGTERM, with which schedulers stop a job, ends it as Ctrl-C does.
-    """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    make_command(main, Packing, __doc__)()
+# Schedulers stop a job with SIGTERM.
+command = make_command(main, Packing, __doc__, sigterm=True)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,6 @@ and class_names are used. --teacher a --teacher b averages several.
 """
 
 import os
-import signal
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
@@ -204,13 +203,8 @@ def begin(labeling: Labeling, device: torch.device, shows: bool) -> Pass:
     )
 
 
-def command() -> None:
-    """Run `densefeed label`.
-
-    SIGTERM, with which schedulers stop a job, ends it as Ctrl-C does: workers give leases back.
-    """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    make_command(main, Labeling, __doc__)()
+# Schedulers stop a job with SIGTERM; workers then give leases back.
+command = make_command(main, Labeling, __doc__, sigterm=True)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from densefeed.tools import export_labels, import_labels
 from densefeed.tools.audit import AuditOptions, render_page
 from densefeed.tools.export_labels import ExportLabels
 from densefeed.tools.import_labels import Import
+from densefeed.training import load_teacher
 from densefeed.training.load_teacher import Loaded, load_references
 
 from ..runs import label_images
@@ -53,7 +54,9 @@ def student(located, monkeypatch):
     network = located.teachers(1)["squash"].model
     config = {"mean": (0.4,) * 3, "std": (0.25,) * 3, "interpolation": "bilinear"}
     monkeypatch.setattr(
-        audit_tool, "load_network", lambda *_: Loaded(network, config, [str(n) for n in range(10)])
+        load_teacher,
+        "load_network",
+        lambda *_: Loaded(network, config, [str(n) for n in range(10)]),
     )
 
 
@@ -112,8 +115,8 @@ def test_a_reference_of_flat_maps_is_no_number(scenes, located, student, tmp_pat
     flat = copy.deepcopy(located.teachers(1)["squash"].model)
     for weights in flat.parameters():
         weights.data.zero_()
-    loaded = audit_tool.load_network()._replace(model=flat)
-    monkeypatch.setattr(audit_tool, "load_network", lambda *_: loaded)
+    loaded = load_teacher.load_network()._replace(model=flat)
+    monkeypatch.setattr(load_teacher, "load_network", lambda *_: loaded)
     options = make_options(
         scenes / "maps.h5", located, teacher="student", input_size=48, out=tmp_path / "a.html"
     )

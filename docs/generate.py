@@ -16,6 +16,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from densefeed.system.commands import COMMANDS
+
 ROOT = Path(__file__).parent.parent
 PAGE = "reference/command-line.md"
 # Files of the repository that a page of the site includes as a whole.
@@ -25,27 +27,22 @@ INCLUDED = {
 }
 INTRODUCTION = """# Command line
 
-The options of every command, as its `--help` prints them. An installed package has these commands
-under the names in [Installation](../start/install.md#as-a-package).
+The options of every command, as its `--help` prints them; `densefeed` alone lists the commands.
 
-`python train.py RECIPE --help` prints the same fields for every recipe, with the recipe's own
+`densefeed train RECIPE --help` prints the same fields for every recipe, with the recipe's own
 defaults. Shown are those of `lvvit_s_224_token_label`; [Recipes](recipes.md) lists all recipes.
 """
-# Tools whose own --help has no options: those are of their subcommands.
-SUBCOMMANDS = {
-    "score_maps": ("verify", "convert", "merge", "status", "redo", "fetch"),
+# Commands whose own --help has no options: those are of their parts.
+PARTS = {
+    "train": ("lvvit_s_224_token_label",),
+    "score-maps": ("verify", "convert", "merge", "status", "redo", "fetch"),
     "beton": ("verify",),
 }
 
 
 def commands() -> list[str]:
     """Return the words of every command that has options."""
-    words = ["train.py lvvit_s_224_token_label"]
-    for path in sorted((ROOT / "densefeed" / "tools").glob("*.py")):
-        if 'if __name__ == "__main__"' in path.read_text():
-            parts = SUBCOMMANDS.get(path.stem, ("",))
-            words += [f"tools/{path.name} {part}".rstrip() for part in parts]
-    return words
+    return [f"{name} {part}".rstrip() for name in COMMANDS for part in PARTS.get(name, ("",))]
 
 
 def read_help(command: str) -> str:
@@ -53,10 +50,10 @@ def read_help(command: str) -> str:
     # The checkout's package, even where another one is installed. Without COLUMNS the line breaks
     # would depend on the terminal that builds the site.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "88", "NO_COLOR": "1"}
-    words = [sys.executable, *command.split(), "--help"]
+    words = [sys.executable, "-m", "densefeed", *command.split(), "--help"]
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode or not done.stdout.strip():
-        raise RuntimeError(f"python {command} --help failed: {done.stderr[-500:]}")
+        raise RuntimeError(f"densefeed {command} --help failed: {done.stderr[-500:]}")
     return done.stdout.rstrip()
 
 
@@ -68,7 +65,9 @@ def command_line() -> str:
     # The threads only wait for their processes.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         texts = pool.map(read_help, names)
-        parts = [f"## `{n}`\n\n```text\n{t}\n```\n" for n, t in zip(names, texts, strict=True)]
+        parts = [
+            f"## `densefeed {n}`\n\n```text\n{t}\n```\n" for n, t in zip(names, texts, strict=True)
+        ]
     return "\n".join([INTRODUCTION, *parts])
 
 

@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from densefeed.recipes import RECIPES
+from densefeed.system.commands import COMMANDS
+
 ROOT = Path(__file__).parent.parent
 SMALL = {
-    "tools/quickstart.py": ["--train", "60", "--val", "20", "--epochs", "1"],
-    "train.py": ["--epochs", "1"],
+    "quickstart": ["--train", "60", "--val", "20", "--epochs", "1"],
+    "train": ["--epochs", "1"],
 }
 # The values in Python blocks that a test replaces by small ones.
 SMALL_VALUES = {
@@ -76,7 +79,7 @@ def newcomer(tmp_path_factory, command):
     for path in ROOT.iterdir():
         if path.name not in (".git", "quickstart", "runs", "mine", "yours", ".venv"):
             (home / path.name).symlink_to(path)
-    words = "tools/quickstart.py", "--out", home / "quickstart", *SMALL["tools/quickstart.py"]
+    words = "tools/quickstart.py", "--out", home / "quickstart", *SMALL["quickstart"]
     done = command(*words, cwd=home, descendants=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return home, done.stdout
@@ -110,11 +113,11 @@ def test_quickstart_prints_its_table_and_writes_its_report(newcomer):
 @pytest.mark.slow
 def test_quickstart_keeps_existing_results(newcomer, command):
     home, _ = newcomer
-    words = "tools/quickstart.py", "--out", home / "quickstart", *SMALL["tools/quickstart.py"]
+    words = "tools/quickstart.py", "--out", home / "quickstart", *SMALL["quickstart"]
     again = command(*words, cwd=home)
     assert again.returncode == 0, again.stderr
     assert again.stdout.count(" exists; skipped") == 10
-    assert "$ python" not in again.stdout
+    assert "$ densefeed" not in again.stdout
 
 
 @pytest.mark.slow
@@ -132,14 +135,11 @@ def test_every_shell_block_runs(newcomer, command):
             continue
         if words == ACTIVATE:
             continue
-        extra = SMALL.get(words[1], [])
+        *_, name = program(words)[:3]
         # torchrun starts its ranks itself, so it needs a fresh interpreter.
         fresh = words[0] == "torchrun"
-        if fresh:
-            extra = SMALL["train.py"] if "train.py" in words else []
-            words = ["python", "-m", "torch.distributed.run", *words[1:]]
-        assert words[0] == "python", words
-        done = command(*words[1:], *extra, cwd=home, fresh=fresh, teardown=True)
+        run = ("-m", "torch.distributed.run", *words[1:]) if fresh else python_words(words)
+        done = command(*run, *SMALL.get(name, []), cwd=home, fresh=fresh, teardown=True)
         output = f"{shlex.join(words)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
         assert done.returncode == 0, output
 
@@ -263,8 +263,8 @@ def options(command):
 
 RECIPE = "lvvit_micro_token_label"  # recipes differ in their defaults only
 SUBCOMMANDS = {
-    "tools/score_maps.py": ("verify", "convert", "merge", "status", "redo", "fetch"),
-    "tools/beton.py": ("verify",),
+    "score-maps": ("verify", "convert", "merge", "status", "redo", "fetch"),
+    "beton": ("verify",),
 }
 BENCHMARKS = sorted(
     f"benchmarks.{path.stem}"
@@ -273,45 +273,53 @@ BENCHMARKS = sorted(
 )
 
 
+def python_words(words: list[str]) -> list[str]:
+    """Return the words after `python` of a command; of torchrun, those of its program."""
+    if words[0] == "densefeed":
+        return ["-m", *words]
+    return words[words.index("-m") :] if words[0] == "torchrun" and "-m" in words else words[1:]
+
+
 def program(words: list[str]) -> tuple[str, ...]:
     """Return the program of a command without its arguments, () if it is none of ours."""
-    start = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
-    if words[:2] == ["python", "-m"] and words[2].startswith("benchmarks."):
-        return "-m", words[2]
-    if start is None or words[start] == SCRIPT:
+    if words[0] not in ("densefeed", "python", "torchrun"):
         return ()
-    name = words[start]
-    assert (ROOT / name).exists(), f"{name} does not exist"
-    if name == "train.py":
+    first, *rest = python_words(words)
+    if first.endswith(".py") and first != SCRIPT:
+        assert (ROOT / first).exists(), f"{first} does not exist"
+        return (first,)
+    if rest and rest[0].startswith("benchmarks."):
+        return "-m", rest[0]
+    if first != "-m" or rest[0] != "densefeed":
+        return ()
+    _, name, *given = rest
+    assert name in COMMANDS, f"densefeed {name}"
+    if name == "train":
         from densefeed.recipes import RECIPES
 
-        recipe = words[start + 1]
-        assert recipe in {*RECIPES, "RECIPE"}, recipe
-        return name, RECIPE
-    return (name, words[start + 1]) if name in SUBCOMMANDS else (name,)
+        assert given[0] in {*RECIPES, "RECIPE"}, given[0]
+        return "-m", "densefeed", name, RECIPE
+    return ("-m", "densefeed", name, *(given[:1] if name in SUBCOMMANDS else ()))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PROSE, ids=lambda p: str(p.relative_to(ROOT)))
 def test_commands_and_their_options_exist(path, options):
     for words in commands(path, "sh", "shell", "text"):
-        if words[0] in ("python", "torchrun") and (found := program(words)):
-            own = words[words.index(found[0]) :] if words[0] == "torchrun" else words
+        if found := program(words):
+            own = python_words(words)
             given = {word for word in own if re.fullmatch(r"--[a-z][a-z0-9-]*", word)}
             assert given <= options(*found), f"{shlex.join(words)}: {given - options(*found)}"
 
 
 @pytest.mark.slow
 def test_every_option_in_the_prose_exists(options):
-    tools = [
-        path.name
-        for path in (ROOT / "densefeed/tools").glob("*.py")
-        if 'if __name__ == "__main__"' in path.read_text()
-    ]
-    known = set(FOREIGN).union(options("train.py", RECIPE))
-    for name in tools:
-        for part in SUBCOMMANDS.get(f"tools/{name}", ("",)):
-            known |= options(f"tools/{name}", *filter(None, [part]))
+    known = set(FOREIGN)
+    for name in COMMANDS:
+        for part in ((RECIPE,) if name == "train" else SUBCOMMANDS.get(name, ())) or ("",):
+            known |= options("-m", "densefeed", name, *filter(None, [part]))
+    for name in ("gpu_check", "crop_figure"):
+        known |= options(f"tools/{name}.py")
     for name in BENCHMARKS:
         known |= options("-m", name)
     for path in PROSE:

@@ -295,7 +295,6 @@ def program(words: list[str]) -> tuple[str, ...]:
     _, name, *given = rest
     assert name in COMMANDS, f"densefeed {name}"
     if name == "train":
-        from densefeed.recipes import RECIPES
 
         assert given[0] in {*RECIPES, "RECIPE"}, given[0]
         return "-m", "densefeed", name, RECIPE

@@ -226,7 +226,8 @@ def recommend(
     `planes` is the size of the images as planes, bytes; 0 if they are no JPEGs of a .beton.
     """
     loader, threads, speed = advice.choice
-    words = ["python", "train.py", *training.words, "--loader", loader, "--data", options.data]
+    words = ["densefeed", "train", *training.words, "--loader", loader]
+    words += ["--data", options.data]
     words += ["--score-maps", options.score_maps] if options.score_maps else []
     given = options.max_pixels != MAX_PIXELS
     words += ["--max-pixels", options.max_pixels] if given else []

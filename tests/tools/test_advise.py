@@ -288,7 +288,7 @@ def test_the_recommended_command_runs(packed, tmp_path, short_measurements, caps
     assert document["advice"] in printed.replace("\n", " ")
     words = shlex.split(document["advice"].split("`")[1])[1:]
     words = [{"VAL": packed[1], "RUN": tmp_path / "run"}.get(word, word) for word in words]
-    done = command(*words, "--dry-run")
+    done = command("-m", "densefeed", *words, "--dry-run")
     assert done.returncode == 0, done.stderr
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import timm
 import torch
+from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import nn
 
 from densefeed.system.channels import CHANNEL_RANGES, parse_channels
@@ -132,3 +133,12 @@ def build_on_meta(spec: ModelSpec) -> nn.Module:
     """Build a model that has shapes and takes no memory."""
     with torch.device("meta"):
         return spec.build()
+
+
+def imagenet_names(model: nn.Module) -> list[str]:
+    """Return the WordNet ids in the order of the logits, or an empty list.
+
+    They are known if the number of classes is that of an ImageNet set (1,000, 21,841, ...).
+    """
+    subset = infer_imagenet_subset(model)
+    return ImageNetInfo(subset).label_names() if subset else []

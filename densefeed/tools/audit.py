@@ -27,6 +27,7 @@ from densefeed.relabel.audit import (
     print_checks,
     raise_on_faults,
 )
+from densefeed.relabel.load_teacher import load_references
 from densefeed.relabel.reference_match import ORIENTATIONS, References
 from densefeed.storage.images import DecodeOptions, Images, decode, limit_pixels
 from densefeed.storage.row_codecs import cell_targets
@@ -37,7 +38,6 @@ from densefeed.system.files import check_ending, replace_file
 from densefeed.system.options import Bounds, own_first
 from densefeed.system.provenance import check_replaceable, write_json
 from densefeed.system.terminal import print
-from densefeed.training.load_teacher import load_references
 
 # Pictures on the page: with 18 x 18 cells 0.8 MB in all.
 NUM_OVERLAYS, NUM_DISAGREEMENTS = 12, 24

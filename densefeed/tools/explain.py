@@ -42,13 +42,14 @@ from densefeed.explain.explainer import (
 from densefeed.explain.features import feature_picture
 from densefeed.explain.heat_maps import HEAT, encode_map, gray, matrix_picture, shrink
 from densefeed.explain.refusals import group_refusals
-from densefeed.models.model_spec import ModelSpec, is_registered
+from densefeed.models.model_spec import ModelSpec, imagenet_names, is_registered
 from densefeed.pages.templates import TEMPLATES, picture
 from densefeed.pages.tokens import label_tokens, make_cells
 from densefeed.pipelines.augment.augmentation import Normalize
 from densefeed.pipelines.batch import crop_batch
 from densefeed.pipelines.folder import map_spec
 from densefeed.pipelines.plan import RankRows
+from densefeed.relabel.load_teacher import download
 from densefeed.storage.geometry import LEAST_CROP, center_box
 from densefeed.storage.images import (
     DecodeOptions,
@@ -76,11 +77,9 @@ from densefeed.training.load_model import (
     Weights,
     at_size,
     crop_input,
-    imagenet_names,
     open_beside,
     open_trained,
 )
-from densefeed.training.load_teacher import download
 
 # Longer side of a photograph, a matrix and a picture of features on the page, pixels.
 PHOTO_SIDE, MATRIX_SIDE, FEATURES_SIDE = 224, 224, 280

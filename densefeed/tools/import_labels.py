@@ -25,6 +25,7 @@ from typing import Literal
 import numpy as np
 
 from densefeed.relabel.audit import audit, neighbors, print_checks, raise_on_faults
+from densefeed.relabel.load_teacher import load_references
 from densefeed.relabel.reference_match import FOOTPRINT_WORDS, References, find_layout, look
 from densefeed.storage.geometry import Footprint
 from densefeed.storage.images import DecodeOptions, Images, limit_pixels
@@ -47,7 +48,6 @@ from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import check_absent, check_ending
 from densefeed.system.options import NonNegativeInt, own_first
 from densefeed.system.terminal import print
-from densefeed.training.load_teacher import load_references
 
 
 @own_first

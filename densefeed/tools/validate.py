@@ -43,6 +43,7 @@ from timm.data import RealLabelsImagenet
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from densefeed.models.model_spec import imagenet_names
 from densefeed.pipelines.augment.augmentation import Normalize
 from densefeed.pipelines.batch import to_device
 from densefeed.pipelines.loader import Source, ThreadedLoader
@@ -59,7 +60,7 @@ from densefeed.system.progress import bar
 from densefeed.system.provenance import check_replaceable, environment, write_json
 from densefeed.system.terminal import escape_controls, print_table
 from densefeed.training.evaluation import Metrics, mean_metrics_sync, predict, sum_metrics
-from densefeed.training.load_model import Trained, Weights, imagenet_names, open_trained
+from densefeed.training.load_model import Trained, Weights, open_trained
 
 PACKAGES = ("torch", "timm", "numpy")
 # Unknown classes that a message lists.

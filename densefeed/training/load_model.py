@@ -6,13 +6,13 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
-from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_data_config
+from timm.data import resolve_data_config
 from timm.data.transforms import str_to_pil_interp
 from timm.layers import resample_abs_pos_embed
 from torch import nn
 
 from densefeed.models import checkpoints
-from densefeed.models.model_spec import CANNOT_BUILD
+from densefeed.models.model_spec import CANNOT_BUILD, imagenet_names
 from densefeed.models.token_transformer import TokenTransformer
 from densefeed.objectives import Objectives, build_objective, complete
 from densefeed.objectives.base import Setting
@@ -180,15 +180,6 @@ def load_raw(model: nn.Module, checkpoint: dict, path: Path) -> None:
         raise UserError(
             f"{path} has no complete raw weights ({first_line(error)}); use --weights ema"
         ) from error
-
-
-def imagenet_names(model: nn.Module) -> list[str]:
-    """Return the WordNet ids in the order of the logits, or an empty list.
-
-    They are known if the number of classes is that of an ImageNet set (1,000, 21,841, ...).
-    """
-    subset = infer_imagenet_subset(model)
-    return ImageNetInfo(subset).label_names() if subset else []
 
 
 def at_size(

@@ -25,12 +25,12 @@ from densefeed.objectives import build_objective
 from densefeed.pipelines.augment.augmentation import Normalize
 from densefeed.pipelines.batch import to_device
 from densefeed.recipes import RECIPES
+from densefeed.relabel.load_teacher import load_network
 from densefeed.system.errors import UserError
 from densefeed.system.options import with_options
 from densefeed.training import compile, setup
 from densefeed.training.config import Config
 from densefeed.training.load_model import open_trained
-from densefeed.training.load_teacher import load_network
 from densefeed.training.run_checkpoints import Checkpoints
 
 from ..runs import meta_device

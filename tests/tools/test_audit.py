@@ -13,7 +13,9 @@ import timm
 import torch
 
 from densefeed.models import nfnet  # noqa: F401  (registers)
+from densefeed.relabel import load_teacher
 from densefeed.relabel.audit import audit
+from densefeed.relabel.load_teacher import Loaded, load_references
 from densefeed.relabel.reference_match import orient
 from densefeed.storage.images import Images
 from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter
@@ -23,8 +25,6 @@ from densefeed.tools import export_labels, import_labels
 from densefeed.tools.audit import AuditOptions, render_page
 from densefeed.tools.export_labels import ExportLabels
 from densefeed.tools.import_labels import Import
-from densefeed.training import load_teacher
-from densefeed.training.load_teacher import Loaded, load_references
 
 from ..runs import label_images
 from ..stores import write_store

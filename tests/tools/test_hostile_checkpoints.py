@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import densefeed.train as training
+from densefeed.relabel import load_teacher
 from densefeed.system import errors
 from densefeed.system.options import with_options
 from densefeed.tools import export
-from densefeed.training import load_teacher
 
 from ..hostile import children, mutations
 

@@ -18,7 +18,7 @@ from timm.data import resolve_data_config
 from torch import nn
 
 from densefeed.models import checkpoints
-from densefeed.models.model_spec import is_registered
+from densefeed.models.model_spec import imagenet_names, is_registered
 from densefeed.relabel.class_map import ClassMap, read_class_map
 from densefeed.relabel.network import Network, preprocessing_config
 from densefeed.relabel.reference_match import References
@@ -26,7 +26,6 @@ from densefeed.relabel.teacher import Teacher
 from densefeed.storage.geometry import Geometry
 from densefeed.system.devices import choose_device
 from densefeed.system.errors import UserError, first_line
-from densefeed.training.load_model import imagenet_names
 
 # A user's own teacher, package.module:factory.
 FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from densefeed.relabel.load_teacher import load_teacher
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError
-from densefeed.training.load_teacher import load_teacher
 
 ROOT = Path(__file__).parents[2]
 OWN = """

@@ -21,6 +21,7 @@ from densefeed.step import Step
 from densefeed.system import errors
 from densefeed.system.devices import peak_memory, synchronize
 from densefeed.system.malloc import tune_malloc
+from densefeed.system.options import with_options
 from densefeed.system.provenance import write_json
 from densefeed.training.build import flops_shares
 from densefeed.training.captured_update import choose_update
@@ -230,22 +231,33 @@ def finish(run: Run, result: dict, clock: RunClock) -> dict:
     return result
 
 
-def main() -> None:
-    """Read the command line: a recipe's name, then any option."""
+def read_config(about: str, **values: object) -> Config:
+    """Read the command line: a recipe's name, then any option.
+
+    `about` is the text of --help; `values` replace those of every recipe.
+    """
 
     def describe(recipe: Recipe) -> str:
         """One line of each in the list of recipes; in a recipe's own --help its text."""
         return recipe.text if recipe.name in sys.argv else recipe.text.partition("\n")[0]
 
-    recipes = {name: (describe(recipe), recipe()) for name, recipe in RECIPES.items()}
+    recipes = {
+        name: (describe(recipe), with_options(recipe(), **values))
+        for name, recipe in RECIPES.items()
+    }
+    check_recipe(sys.argv[1:2], list(recipes))
     flat = (tyro.conf.OmitArgPrefixes,)
+    with errors.name_stream(errors.STDOUT):
+        config = tyro.extras.overridable_config_cli(recipes, description=about, config=flat)
+    # tyro does not return the name of the recipe that it chose.
+    check_unused(config, recipes[sys.argv[1]][1])
+    return config
+
+
+def main() -> None:
+    """Train as the command line says."""
     with raise_on_rank0():
-        check_recipe(sys.argv[1:2], list(recipes))
-        with errors.name_stream(errors.STDOUT):
-            config = tyro.extras.overridable_config_cli(recipes, description=__doc__, config=flat)
-        # tyro does not return the name of the recipe that it chose.
-        check_unused(config, recipes[sys.argv[1]][1])
-        train(config)
+        train(read_config(__doc__))
 
 
 def command() -> None:

@@ -28,12 +28,14 @@ INCLUDED = {
 INTRODUCTION = """# Command line
 
 The options of every command, as its `--help` prints them; `densefeed` alone lists the commands.
+Those of `densefeed advise RECIPE` are those of `densefeed train RECIPE`.
 
 `densefeed train RECIPE --help` prints the same fields for every recipe, with the recipe's own
 defaults. Shown are those of `lvvit_s_224_token_label`; [Recipes](recipes.md) lists all recipes.
 """
 # Commands whose own --help has no options: those are of their parts.
 PARTS = {
+    "advise": (),
     "train": ("lvvit_s_224_token_label",),
     "score-maps": ("verify", "convert", "merge", "status", "redo", "fetch"),
     "beton": ("verify",),

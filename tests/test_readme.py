@@ -294,8 +294,7 @@ def program(words: list[str]) -> tuple[str, ...]:
         return ()
     _, name, *given = rest
     assert name in COMMANDS, f"densefeed {name}"
-    if name == "train":
-
+    if name in ("train", "advise"):
         assert given[0] in {*RECIPES, "RECIPE"}, given[0]
         return "-m", "densefeed", name, RECIPE
     return ("-m", "densefeed", name, *(given[:1] if name in SUBCOMMANDS else ()))
@@ -315,7 +314,7 @@ def test_commands_and_their_options_exist(path, options):
 def test_every_option_in_the_prose_exists(options):
     known = set(FOREIGN)
     for name in COMMANDS:
-        for part in ((RECIPE,) if name == "train" else SUBCOMMANDS.get(name, ())) or ("",):
+        for part in ((RECIPE,) if name in ("train", "advise") else SUBCOMMANDS.get(name, ())) or ("",):
             known |= options("-m", "densefeed", name, *filter(None, [part]))
     for name in ("gpu_check", "crop_figure"):
         known |= options(f"tools/{name}.py")

@@ -1,11 +1,12 @@
 """Recommend a loader and a number of threads for a training on this machine.
 
-    python tools/advise.py --data train.beton --model lvvit_s
-    python tools/advise.py --data imagenet --score-maps maps.h5 --model deit_small_patch16_224
+    python tools/advise.py lvvit_s_224_token_label --data train.beton
+    python tools/advise.py deit_s_224 --data imagenet --batch 512
 
-Every loader that can read the data is timed alone with each number of threads. The step is that of
-the training that is recommended, from the copy to the device and the augmentation to the update and
-the EMA; it is timed alone, on one batch that a loader made. The combined rate is an estimate, not a
+It takes the recipe and the options of the training; --val, --out, --loader and --threads may be
+left out. Every loader that can read the data is timed alone with each number of threads. The step
+is that of the training, from the copy to the device and the augmentation to the update and the EMA;
+it is timed alone, on one batch that a loader made. The combined rate is an estimate, not a
 measurement: it is limited by the slower of the two, and by the cores, of which each image costs a
 share in the loader and a share in the step (on a GPU, the thread that launches kernels). The
 measurements take seconds and are no benchmark: nothing is appended to benchmarks/results.csv.
@@ -13,10 +14,11 @@ measurements take seconds and are no benchmark: nothing is appended to benchmark
 
 import os
 import shlex
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -24,29 +26,22 @@ from statistics import median
 from typing import Literal, NamedTuple
 
 import torch
-import tyro
 from rich.markup import escape
 from rich.table import Table
 
-from densefeed.models.checkpoints import ModelSpec
-from densefeed.models.model_spec import CANNOT_BUILD
-from densefeed.models.token_transformer import has_tokens
-from densefeed.native import MAX_PIXELS
-from densefeed.objectives import active_methods, build_objective
+from densefeed.objectives import build_objective
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.loader import ThreadedLoader
-from densefeed.pipelines.open import LOADERS, DataOptions, open_dataset
-from densefeed.recipes import RECIPES
+from densefeed.pipelines.open import LOADERS, open_dataset
 from densefeed.step import Step
-from densefeed.storage.images import DecodeOptions
 from densefeed.system.devices import CORES, choose_device, synchronize
-from densefeed.system.errors import UserError, is_out_of_memory, make_command
+from densefeed.system.errors import UserError, is_out_of_memory, run
 from densefeed.system.malloc import tune_malloc
-from densefeed.system.options import Count, NonNegativeInt, flag, own_first, with_options
+from densefeed.system.options import with_options
 from densefeed.system.progress import steps_bar
-from densefeed.system.provenance import check_replaceable, environment, write_json
 from densefeed.system.terminal import print, print_table
+from densefeed.train import read_config
 from densefeed.training.build import autocast_dtype, build_model
 from densefeed.training.captured_update import choose_update
 from densefeed.training.compile import compile_step
@@ -76,23 +71,6 @@ BUSY = 0.5
 EQUAL = 0.98
 
 
-@own_first
-@dataclass(frozen=True, kw_only=True)
-class AdviceOptions(DecodeOptions):
-    """The training to give advice for."""
-
-    data: Path  # the training set: a .beton, 'a-*.beton', or a folder of class folders
-    # score maps (HDF5 file or folder of shards) of --data; a .beton may contain its own
-    score_maps: Path | None = None
-    model: str = "lvvit_s"  # any timm classifier
-    # images per training step; 0: those of the recipe; on a CPU the step is timed with fewer
-    batch: NonNegativeInt = 0
-    microbatch: NonNegativeInt = 0  # images per forward pass, to save memory; 0: all of a batch
-    size: Count = 224  # side of the network's input, pixels
-    threads: tuple[int, ...] = ()  # numbers of decoding threads to try; default: 1, 2, 4, ..., all
-    json: Path | None = None  # write all measurements to this JSON file
-
-
 class Throughput(NamedTuple):
     """What a loader or a training step does alone."""
 
@@ -106,27 +84,6 @@ class Candidate(NamedTuple):
     loader: str
     threads: int
     speed: Throughput
-
-
-class Training(NamedTuple):
-    """The recommended training, whose step is timed."""
-
-    recipe: str
-    options: dict[str, object]  # those that differ from the recipe's
-
-    @property
-    def config(self) -> Config:
-        """The config, without data, output and device."""
-        return with_options(RECIPES[self.recipe](), **self.options)
-
-    @property
-    def words(self) -> list[str]:
-        """The words of train.py that select this training."""
-        words = [self.recipe]
-        for name, value in self.options.items():
-            # The only options here that are True or False are switched off.
-            words += [f"--no-{name}"] if value is False else [flag(name), str(value)]
-        return words
 
 
 class Advice(NamedTuple):
@@ -166,72 +123,23 @@ def thread_counts(cores: int) -> tuple[int, ...]:
     return tuple(sorted({cores, *(2**power for power in range(cores.bit_length()))}))
 
 
-def choose_training(options: AdviceOptions, objective: str) -> Training:
-    """Choose the training with this model, objective and size.
-
-    Its recipe is the first one that has all three, or else the nearest one, with the options that
-    differ.
-    """
-    configs = {name: recipe() for name, recipe in RECIPES.items()}
-
-    def mismatch(name: str) -> int:
-        config, method = configs[name], configs[name].objective
-        # Recipes with a method or SAM train more than the model that is timed here, those of
-        # fine-tuning begin with a checkpoint, and those of CNNs by SGD are baselines for CIFAR.
-        plain = not any(active_methods(method))
-        plain &= config.optim.sam_rho == 0 and config.optim.optimizer != "sgd"
-        if method.name != objective or not plain or config.model.init is tyro.MISSING:
-            return 3
-        if config.model.name != options.model or config.model.kwargs:
-            return 2
-        return int(config.data.size != options.size)
-
-    name = min(configs, key=mismatch)
-    config, differ = configs[name], {}
-    if config.model.name != options.model:
-        differ["model"] = options.model
-        if config.model.drop_path and not takes_drop_path(options.model):
-            differ["drop_path"] = 0.0
-    if config.mix.mixtoken and not has_tokens(options.model):
-        differ["mixtoken"] = False
-    wanted = {
-        "size": (options.size, config.data.size),
-        "batch": (options.batch, config.optim.batch),
-    }
-    wanted["microbatch"] = options.microbatch, config.optim.microbatch
-    differ |= {name: value for name, (value, own) in wanted.items() if value and value != own}
-    return Training(name, differ)
-
-
-def takes_drop_path(model: str) -> bool:
-    """Return whether a model takes a drop-path rate, also if it cannot be built otherwise."""
-    try:
-        with torch.device("meta"):
-            ModelSpec(model, {"drop_path_rate": 0.1}).build()
-    except CANNOT_BUILD as error:
-        return "drop_path_rate" not in str(error)
-    return True
-
-
 def format_rate(rate: float) -> str:
     """Format a rate; below 10 with one decimal, since a CPU may train less than one image/s."""
     return f"{rate:,.0f}" if rate >= 10 else f"{rate:.1f}"
 
 
 def recommend(
-    advice: Advice, step: Throughput, options: AdviceOptions, training: Training, planes: int = 0
+    advice: Advice, step: Throughput, words: list[str], packed: bool, planes: int = 0
 ) -> str:
     """Return the recommendation: a command line of train.py, its rate and its bottleneck.
 
-    `planes` is the size of the images as planes, bytes; 0 if they are no JPEGs of a .beton.
+    `words` are those of the training as it was given, whose images are `packed` or not. `planes` is
+    the size of the images as planes, bytes; 0 if they are not JPEGs of a .beton.
     """
     loader, threads, speed = advice.choice
-    words = ["densefeed", "train", *training.words, "--loader", loader]
-    words += ["--data", options.data]
-    words += ["--score-maps", options.score_maps] if options.score_maps else []
-    given = options.max_pixels != MAX_PIXELS
-    words += ["--max-pixels", options.max_pixels] if given else []
-    words += ["--threads", threads, "--val", "VAL", "--out", "RUN"]
+    words = ["densefeed", "train", *words, "--loader", loader, "--threads", threads]
+    for option, value in (("--val", "VAL"), ("--out", "RUN")):
+        words += [] if option in words else [option, value]
     trains = f"`{shlex.join(map(str, words))}` trains about {format_rate(advice.images_per_s)}"
     loader_rate, step_rate = format_rate(speed.images_per_s), format_rate(step.images_per_s)
     if advice.bottleneck == "step":
@@ -240,7 +148,7 @@ def recommend(
             f"this loader {loader_rate}), so another loader or more threads would not help."
         )
     pack = "pack them smaller (tools/pack_dataset.py --max-side)"
-    if Path(options.data).is_dir():
+    if not packed:
         pack = "pack the images with tools/pack_dataset.py"
     # DALI decodes JPEGs only; planes would not pass through it.
     elif planes and loader == "ffcv":
@@ -273,40 +181,29 @@ def median_speed(speeds: list[Throughput]) -> Throughput:
     return Throughput(*map(median, zip(*speeds, strict=True)))
 
 
-def data_options(options: AdviceOptions, loader: str, threads: int) -> DataOptions:
-    """Return the options of the training set."""
-    return DataOptions(
-        train=options.data,
-        score_maps=options.score_maps,
-        loader=loader,
-        threads=threads,
-        size=options.size,
-        max_pixels=options.max_pixels,
-    )
-
-
-def open_loaders(options: AdviceOptions) -> dict[tuple[str, int], ThreadedLoader]:
+def open_loaders(config: Config) -> dict[tuple[str, int], ThreadedLoader]:
     """Open every kind of loader that can read the data, with each number of threads.
 
-    Raises UserError if none can, or if --threads is out of range.
+    Raises UserError if none can.
     """
-    if not all(1 <= threads <= CORES for threads in options.threads):
-        raise UserError(
-            f"--threads must be from 1 to {CORES}, the number of cores that this process may use"
-        )
+    batch = min(config.optim.batch, LOADER_BATCH // config.data.repeats * config.data.repeats)
     opened, errors = {}, []
     for kind in LOADERS:
         try:
-            for threads in options.threads or thread_counts(CORES):
-                data = data_options(options, kind, threads)
-                batch = options.batch or LOADER_BATCH
+            for threads in thread_counts(CORES):
+                data = replace(config.data, loader=kind, threads=threads)
                 opened[kind, threads] = open_dataset(data, "train", batch=batch, seed=0)
         except UserError as error:
             errors.append(error)
             print(f"--loader {kind}: skipped, {error}")
     if not opened:
-        raise errors[0 if options.data.is_dir() else -1]
+        raise errors[-1 if is_packed(config) else 0]
     return opened
+
+
+def is_packed(config: Config) -> bool:
+    """Whether the training set is no folder of images."""
+    return not Path(str(config.data.train)).is_dir()
 
 
 def measure_loaders(loaders: dict[tuple[str, int], ThreadedLoader]) -> list[Candidate]:
@@ -387,18 +284,10 @@ def repeat_batch(batch: Batch, _: Iterator[Batch]) -> Iterator[Batch]:
     return (batch._replace(epoch=epoch) for epoch in count())
 
 
-def make_config(options: AdviceOptions, loader: str, training: Training, on_gpu: bool) -> Config:
-    """Return the config of the training whose step is measured; on a CPU with a smaller batch."""
-    config = with_options(
-        training.config,
-        data=options.data,
-        score_maps=options.score_maps,
-        loader=loader,
-        threads=1,
-        max_pixels=options.max_pixels,
-    )
+def shrink_batch(config: Config) -> Config:
+    """Return the config of the step that a CPU measures: one with fewer images."""
     batch, microbatch = config.optim.batch, config.optim.microbatch
-    if on_gpu or batch <= CPU_BATCH:
+    if batch <= CPU_BATCH:
         return config
     # Two forward passes show what it costs to accumulate gradients.
     images = min(microbatch or CPU_BATCH, CPU_BATCH)
@@ -406,21 +295,19 @@ def make_config(options: AdviceOptions, loader: str, training: Training, on_gpu:
     return with_options(config, batch=images * (1 if whole else 2), microbatch=images)
 
 
-def measure_step(
-    options: AdviceOptions, loader: str, training: Training
-) -> tuple[Throughput, dict]:
+def measure_step(config: Config) -> tuple[Throughput, dict]:
     """Measure the training step alone; also return its objective, batch and device for the report.
 
     Raises UserError where memory runs out.
     """
-    device = choose_device("auto")
+    device = choose_device(config.run.device)
     on_gpu = device.type == "cuda"
-    config = make_config(options, loader, training, on_gpu)
-    images, objective = config.optim.batch, config.objective.name
     if not on_gpu:
+        config = shrink_batch(config)
         # As train.py does: without it page faults take 8 % of a step of LV-ViT-S
         # (system/malloc.py).
         tune_malloc()
+    images = config.optim.batch
     try:
         step = build_step(config, device)
         for _ in range(WARM_STEPS if on_gpu else 1):
@@ -435,28 +322,25 @@ def measure_step(
             f"a step with {config.optim.microbatch or images} images per forward pass needs more "
             f"memory than {device} has; give a smaller --microbatch, or a smaller --batch"
         ) from error
-    about = {"model": options.model, "objective": objective, "batch": images, "device": str(device)}
-    return speed, about
+    about = {"model": config.model.name, "objective": config.objective.name}
+    return speed, about | {"batch": images, "device": str(device)}
 
 
 # ------------------------------------------------------------------------- command
 
 
-def main(options: AdviceOptions) -> dict:
-    """Measure, choose and print; return the document that --json writes."""
-    if options.json:
-        check_replaceable(options.json, "bottleneck", "--json")
+def main() -> dict:
+    """Measure, choose and print; return what was measured."""
+    config = read_config(__doc__, val=Path("VAL"), out=Path("RUN"))
     # The load is read before anything is measured, which would itself be load.
-    warning, loaders = describe_load(CORES), open_loaders(options)
+    warning, loaders = describe_load(CORES), open_loaders(config)
     with ExitStack() as stack:
         first, *_ = [stack.enter_context(closing(loader)) for loader in loaders.values()]
         candidates = measure_loaders(loaders)
-    dense = first.score_maps is not None
-    objective = ("token-label" if has_tokens(options.model) else "relabel") if dense else "ce"
-    training = choose_training(options, objective)
-    step, about = measure_step(options, candidates[0].loader, training)
+    step, about = measure_step(with_options(config, loader=candidates[0].loader, threads=1))
     advice = choose(candidates, step, CORES)
     planes = first.source.estimate_planes() if isinstance(first.source, FfcvSource) else 0
+    packed, maps = is_packed(config), "with" if first.score_maps is not None else "without"
     document = {
         "loaders": [
             {"loader": loader, "threads": threads, **speed._asdict()}
@@ -464,16 +348,12 @@ def main(options: AdviceOptions) -> dict:
             for loader, threads, speed in candidates
         ],
         "step": about | step._asdict(),
-        "data": f"{first.plan.num_samples:,} images, {'with' if dense else 'without'} score maps",
-        "bottleneck": advice.bottleneck,
-        "advice": recommend(advice, step, options, training, planes),
-        "environment": environment(("torch", "torchvision", "timm", "numpy", "pillow")),
+        "data": f"{first.plan.num_samples:,} images, {maps} score maps",
+        "advice": recommend(advice, step, sys.argv[1:], packed, planes),
     }
     show(document, advice)
     if warning:
         print(warning)
-    if options.json:
-        write_json(options.json, document)
     return document
 
 
@@ -503,7 +383,9 @@ def show(document: dict, advice: Advice) -> None:
     print(document["advice"])
 
 
-command = make_command(main, AdviceOptions, __doc__)
+def command() -> None:
+    """Run `densefeed advise`."""
+    run(main)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Advice: the choice against hand counts, the command line against train.py, and whole runs."""
 
-import json
 import shlex
 from pathlib import Path
 
@@ -12,19 +11,11 @@ from densefeed import train
 from densefeed.pipelines.augment.augmentation import Augmentation
 from densefeed.step import Step
 from densefeed.system.errors import UserError
+from densefeed.system.options import with_options
 from densefeed.tools import advise
-from densefeed.tools.advise import (
-    AdviceOptions,
-    Candidate,
-    Throughput,
-    choose,
-    choose_training,
-    combine,
-    make_config,
-    recommend,
-    thread_counts,
-)
+from densefeed.tools.advise import Candidate, Throughput, choose, combine, recommend, thread_counts
 from densefeed.training import compile
+from densefeed.training.config import Config
 from densefeed.training.monitor import TrainMonitor
 
 CPU = torch.device("cpu")
@@ -86,64 +77,26 @@ def test_thread_counts():
     ]
 
 
-def get_sections(config):
-    """Return what decides the work of a step."""
-    run = config.run.precision, config.run.compile
-    parts = config.model, config.augment, config.mix, config.labels, config.objective, config.optim
-    data = config.data
-    return *parts, run, data.size, data.sizes, data.repeats, data.maps_on_device
+RECIPE = "lvvit_s_224_token_label"
 
 
-@pytest.mark.parametrize(
-    ("model", "objective", "size", "words"),
-    [
-        ("lvvit_s", "token-label", 224, "lvvit_s_224_token_label"),
-        ("lvvit_l", "token-label", 288, "lvvit_l_288_token_label"),
-        ("lvvit_s", "token-label", 256, "lvvit_s_224_token_label --size 256"),
-        ("lvvit_m", "ce", 224, "lvvit_s_224_standard --model lvvit_m"),
-        ("deit_small_patch16_224", "ce", 224, "deit_s_224"),
-        ("resnet50", "ce", 224, "lvvit_s_224_standard --model resnet50"),
-        (
-            "resnet50",
-            "relabel",
-            160,
-            "lvvit_s_224_relabel --model resnet50 --no-mixtoken --size 160",
-        ),
-        # No recipe of fine-tuning, which needs a checkpoint.
-        ("lvvit_s", "token-label", 384, "lvvit_s_224_token_label --size 384"),
-        ("vgg11", "ce", 224, "lvvit_s_224_standard --model vgg11 --drop-path 0.0"),
-    ],
-)
-def test_the_recommended_command_trains_that_model(model, objective, size, words, monkeypatch):
-    options = AdviceOptions(
-        data=Path("my data/*.beton"),
-        score_maps=Path("maps.h5"),
-        model=model,
-        size=size,
-        threads=(1, 2),
-        max_pixels=10**8,
-    )
+def test_the_recommended_command_trains_what_was_given(monkeypatch):
+    words = [RECIPE, "--data", "my data/*.beton", "--score-maps", "maps.h5", "--size", "256"]
     advice = choose(scaling("ffcv", 4000, 1.0, (1, 2)), Throughput(6000, 0.1), 2)
-    training = choose_training(options, objective)
-    assert " ".join(training.words) == words
-    text = recommend(advice, Throughput(6000, 0.1), options, training)
     configs = []
     monkeypatch.setattr(train, "train", configs.append)
     # Every call makes all recipes that the command line has.
-    name = words.split()[0]
-    monkeypatch.setattr(train, "RECIPES", {name: train.RECIPES[name]})
-    monkeypatch.setattr("sys.argv", shlex.split(text.split("`")[1])[1:])
-    train.main()
-    (config,) = configs
-    measured = make_config(options, "ffcv", training, on_gpu=True)
-    assert get_sections(measured) == get_sections(config)
-    data = config.data
-    trained = config.model.name, config.objective.name, data.size
-    assert trained == (model, objective, size)
-    assert (data.loader, data.threads, data.max_pixels) == ("ffcv", 2, 10**8)
-    assert (str(data.train), str(data.score_maps)) == ("my data/*.beton", "maps.h5")
-    assert str(data.val) == "VAL"
-    assert not config.mix.mixtoken or model.startswith("lvvit")
+    monkeypatch.setattr(train, "RECIPES", {RECIPE: train.RECIPES[RECIPE]})
+    for given, places in (([], ("VAL", "RUN")), (["--val", "v", "--out", "o"], ("v", "o"))):
+        text = recommend(advice, Throughput(6000, 0.1), [*words, *given], packed=True)
+        recommended = shlex.split(text.split("`")[1])
+        assert recommended[:2] == ["densefeed", "train"]
+        monkeypatch.setattr("sys.argv", recommended[1:])
+        train.main()
+        monkeypatch.setattr("sys.argv", ["advise", *words, *given])
+        measured = train.read_config("", val=Path("VAL"), out=Path("RUN"))
+        assert configs.pop() == with_options(measured, loader="ffcv", threads=2)
+        assert (str(measured.data.val), str(measured.run.out)) == places
 
 
 @pytest.mark.parametrize(
@@ -157,12 +110,10 @@ def test_the_recommended_command_trains_that_model(model, objective, size, words
         ("ffcv", True, 2**31, "pack the images with tools/pack_dataset.py --form planes"),
     ],
 )
-def test_a_slow_loader_comes_with_a_remedy(tmp_path, loader, packed, planes, remedy):
-    options = AdviceOptions(data=Path("x-*.beton") if packed else tmp_path)
+def test_a_slow_loader_comes_with_a_remedy(loader, packed, planes, remedy):
     step = Throughput(6000, 0.1)
-    training = choose_training(options, "ce")
     advice = choose(scaling(loader, 1000, 1.0, (1,)), step, 2)
-    text = recommend(advice, step, options, training, planes)
+    text = recommend(advice, step, [RECIPE], packed, planes)
     assert f"the loader is the bottleneck (1,000 images/s alone, the step 6,000): {remedy}" in text
     assert ("their 2.0 GiB fit in memory" in text) == ("--form planes" in text)
 
@@ -250,15 +201,13 @@ def test_augmentation_draws_anew_in_each_step(micro, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "on_gpu", "on_cpu"),
-    [((0, 0), (1024, 0), (8, 8)), ((6, 0), (6, 0), (6, 0)), ((64, 16), (64, 16), (16, 8))],
+    ("given", "on_cpu"), [((1024, 1024), (8, 8)), ((6, 6), (6, 6)), ((64, 16), (16, 8))]
 )
-def test_on_a_cpu_the_step_has_fewer_images(tmp_path, given, on_gpu, on_cpu):
+def test_on_a_cpu_the_step_has_fewer_images(given, on_cpu):
     """Batch and microbatch. Of several microbatches two are left, to include accumulation."""
-    options = AdviceOptions(data=tmp_path, batch=given[0], microbatch=given[1])
-    training = choose_training(options, "token-label")
-    measured = [make_config(options, "folder", training, gpu).optim for gpu in (True, False)]
-    assert [(optim.batch, optim.microbatch) for optim in measured] == [on_gpu, on_cpu]
+    config = with_options(Config(), batch=given[0], microbatch=given[1])
+    optim = advise.shrink_batch(config).optim
+    assert (optim.batch, optim.microbatch) == on_cpu
 
 
 def test_a_gpu_is_waited_for_once_per_measurement(short_measurements):
@@ -269,15 +218,27 @@ def test_a_gpu_is_waited_for_once_per_measurement(short_measurements):
     assert len(turns) > 1
 
 
-def small(data, tmp_path, **options):
-    fields = {"model": "lvvit_micro", "batch": 4, "size": 32, "threads": (1, 2)}
-    return AdviceOptions(data=data, json=tmp_path / "advice.json", **(fields | options))
+@pytest.fixture
+def run(monkeypatch, short_measurements):
+    """Run the command with these words; return what was measured."""
+    monkeypatch.setattr(advise, "thread_counts", lambda _: (1, 2))
+
+    def run_words(*words):
+        names = [word for word in words if str(word).startswith("lvvit_micro")]
+        chosen = [recipe for recipe in train.RECIPES if recipe.__name__ in names]
+        monkeypatch.setattr(train, "RECIPES", chosen)
+        monkeypatch.setattr("sys.argv", ["densefeed advise", *map(str, words)])
+        return advise.main()
+
+    return run_words
 
 
-def test_the_recommended_command_runs(packed, tmp_path, short_measurements, capsys, command):
-    document = advise.main(small(packed[0], tmp_path))
+SMALL = "--batch", "4", "--size", "32"
+
+
+def test_the_recommended_command_runs(packed, tmp_path, run, capsys, command):
+    document = run("lvvit_micro_token_label", "--data", packed[0], *SMALL)
     printed = capsys.readouterr().out
-    assert json.loads((tmp_path / "advice.json").read_text()) == document
     measured = [(line["loader"], line["threads"]) for line in document["loaders"]]
     assert measured[:2] == [("ffcv", 1), ("ffcv", 2)]  # --loader dali follows where it is installed
     assert "--loader folder: skipped" in printed
@@ -292,39 +253,32 @@ def test_the_recommended_command_runs(packed, tmp_path, short_measurements, caps
     assert done.returncode == 0, done.stderr
 
 
-def test_a_folder_with_and_without_score_maps(folder, maps, tmp_path, short_measurements):
-    options = small(folder, tmp_path, score_maps=maps, model="resnet10t", threads=(1,))
-    document = advise.main(options)
+def test_a_folder_with_and_without_score_maps(folder, maps, run):
+    words = "--data", folder, "--score-maps", maps, *SMALL
+    document = run("lvvit_micro_relabel", *words)
     assert document["step"]["objective"] == "relabel"
-    assert f"--loader folder --data {folder} --score-maps {maps} --threads 1" in document["advice"]
-    document = advise.main(small(folder, tmp_path, threads=(1,)))
-    assert document["step"]["objective"] == "ce"
+    assert document["data"] == "11 images, with score maps"
+    assert "--loader folder --threads" in document["advice"]
 
 
-def test_the_recommended_command_is_printed_as_it_is(folder, tmp_path, short_measurements, capsys):
+def test_the_recommended_command_is_printed_as_it_is(folder, tmp_path, run, capsys):
     odd = tmp_path / ":smiley:[red]"
     odd.symlink_to(folder)
-    document = advise.main(small(odd, tmp_path, threads=(1,)))
+    document = run("lvvit_micro_ce", "--data", odd, *SMALL)
+    assert document["step"]["objective"] == "ce"
     assert str(odd) in document["advice"]
     assert document["advice"] in capsys.readouterr().out
 
 
-def test_the_command_needs_data(command, tmp_path):
-    done = command("tools/advise.py", "--model", "lvvit_micro")
+def test_the_command_needs_a_recipe_and_data(command):
+    done = command("tools/advise.py", "lvvit_micro_ce")
     assert done.returncode == 2
     assert "--data" in done.stderr
+    done = command("tools/advise.py", "--data", "x.beton")
+    assert done.returncode == 2
+    assert "no recipe" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"threads": (advise.CORES + 1,)}, "--threads must be from 1 to"),
-        ({"threads": (0,)}, "--threads must be from 1 to"),
-        ({"size": 0}, "--size is 0, and must be at least 1"),
-        ({"batch": -1}, "--batch is -1, and must be at least 0"),
-        ({}, r"nowhere\.beton: there is no such file; make it with tools/pack_dataset"),
-    ],
-)
-def test_invalid_options_are_refused(tmp_path, options, message):
-    with pytest.raises(UserError, match=message):
-        advise.main(small(tmp_path / "nowhere.beton", tmp_path, **options))
+def test_data_that_no_loader_reads_is_refused(tmp_path, run):
+    with pytest.raises(UserError, match=r"there is no such file; make it with tools/pack_dataset"):
+        run("lvvit_micro_ce", "--data", tmp_path / "nowhere.beton", *SMALL)

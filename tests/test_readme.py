@@ -262,7 +262,10 @@ def options(command):
 
 
 RECIPE = "lvvit_micro_token_label"  # recipes differ in their defaults only
+# The first word of these commands, on which their options depend.
 SUBCOMMANDS = {
+    "train": (RECIPE,),
+    "advise": (RECIPE,),
     "score-maps": ("verify", "convert", "merge", "status", "redo", "fetch"),
     "beton": ("verify",),
 }
@@ -314,7 +317,7 @@ def test_commands_and_their_options_exist(path, options):
 def test_every_option_in_the_prose_exists(options):
     known = set(FOREIGN)
     for name in COMMANDS:
-        for part in ((RECIPE,) if name in ("train", "advise") else SUBCOMMANDS.get(name, ())) or ("",):
+        for part in SUBCOMMANDS.get(name, ("",)):
             known |= options("-m", "densefeed", name, *filter(None, [part]))
     for name in ("gpu_check", "crop_figure"):
         known |= options(f"tools/{name}.py")

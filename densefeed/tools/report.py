@@ -11,7 +11,7 @@ import math
 import os
 import statistics
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ import tyro
 from PIL import Image
 
 from densefeed.models.token_transformer import TokenTransformer
-from densefeed.objectives import OBJECTIVES, active_methods, build_objective
+from densefeed.objectives import OBJECTIVES, build_objective
 from densefeed.objectives.base import DenseObjective
 from densefeed.pages.templates import TEMPLATES, picture
 from densefeed.pages.tokens import label_tokens, make_cells
@@ -378,64 +378,12 @@ def replay(runs: list[RunRecord], boxes: Path | None) -> dict:
 
 
 def draw_curves(runs: list[RunRecord]) -> list[tuple[str, dict]]:
-    """Return titles and curves of accuracy, loss and blocks, without those of single points."""
+    """Return titles and curves of accuracy and loss, without those of single points."""
     curves = [
         ("top-1 on the validation set by epoch", curve(runs, "val", "top1", True)),
         ("training loss by epoch", curve(runs, "train", "loss", False)),
     ]
-    curves = [(t, plot) for t, plot in curves if any(len(x["points"]) > 1 for x in plot["lines"])]
-    removal = draw_removal(runs)
-    return curves + [removal] * (removal is not None)
-
-
-def draw_removal(runs: list[RunRecord]) -> tuple[str, dict] | None:
-    """Return title and curves of what each block is worth to the feature loss.
-
-    That is the change of the last top-1, in points, against the runs with all blocks when the
-    feature loss leaves out block l of m, over l / m (arXiv 2112.03552, Figure 7). There is a curve
-    for each set of other options; seeds are averaged. None if no runs show it: needed are one with
-    all blocks and two without different ones.
-    """
-    series = []
-    for group in group_joint(runs):
-        used = [dict(leaves(run.config))["feature_blocks"] for run in group]
-        depth = max(max(blocks, default=0) for blocks in used)
-        every, top1 = set(range(1, depth + 1)), defaultdict(list)
-        for run, blocks in zip(group, used, strict=True):
-            left_out = every - set(blocks or every)
-            if len(left_out) < 2:
-                top1[min(left_out, default=0)].append(run.val[-1]["top1"])
-        if len(top1) > 2 and 0 in top1:
-            means = {block: statistics.mean(values) for block, values in sorted(top1.items())}
-            line = [(block / depth, 100 * (mean - means[0])) for block, mean in means.items()]
-            series.append((group[0].name, line[1:]))
-    if not series:
-        return None
-    limit = max(abs(change) for _, line in series for _, change in line) * 1.1 or 1.0
-    lines = [
-        {
-            "name": name,
-            "ink": CURVES[n % len(CURVES)],
-            "last": "",
-            "points": [(round(100 * x, 2), round(50 - 50 * y / limit, 2)) for x, y in line],
-        }
-        for n, (name, line) in enumerate(series)
-    ]
-    ticks_y = [f"{limit * share:+.1f}" for share in (-1, -0.5, 0, 0.5, 1)]
-    title = "change of top-1 without the feature loss of a block, points, by relative depth"
-    return title, {"lines": lines, "ticks_x": ["0", "0.5", "1"], "ticks_y": ticks_y}
-
-
-def group_joint(runs: list[RunRecord]) -> list[list[RunRecord]]:
-    """Group the evaluated runs of a method whose options differ in blocks and seed alone."""
-    groups = defaultdict(list)
-    for run in runs:
-        joint = any(active_methods(run.config.objective))
-        if joint and run.val and "top1" in run.val[-1]:
-            options = dict(leaves(run.config))
-            same = options.keys() - PLACES - {"feature_blocks", "seed"}
-            groups[repr([options[name] for name in sorted(same)])].append(run)
-    return list(groups.values())
+    return [(t, plot) for t, plot in curves if any(len(x["points"]) > 1 for x in plot["lines"])]
 
 
 def curve(runs: list[RunRecord], kind: str, value: str, percent: bool) -> dict:

@@ -225,7 +225,7 @@ def run(monkeypatch, short_measurements):
 
     def run_words(*words):
         names = [word for word in words if str(word).startswith("lvvit_micro")]
-        chosen = [recipe for recipe in train.RECIPES if recipe.__name__ in names]
+        chosen = {name: train.RECIPES[name] for name in names}
         monkeypatch.setattr(train, "RECIPES", chosen)
         monkeypatch.setattr("sys.argv", ["densefeed advise", *map(str, words)])
         return advise.main()

@@ -23,7 +23,6 @@ from densefeed.tools.report import (
     curve,
     describe_excess,
     draw_curves,
-    draw_removal,
     find_owners,
     main,
     make_row,
@@ -108,39 +107,6 @@ def test_runs_are_compared_by_the_options_that_differ(tmp_path):
     assert three == ["", "lr 0.2, ema 0.9"]
     # One evaluation of each run is in the table, and no curve.
     assert [title for title, _ in draw_curves(runs)] == ["training loss by epoch"]
-
-
-def joint_run(name: str, blocks: tuple[int, ...], top1: float, **more) -> RunRecord:
-    config = RECIPES["bootstrapping_micro_joint"]()
-    config = with_options(config, feature_blocks=blocks, **more)
-    val = [{"kind": "val", "epoch": 1, "top1": value} for value in (0.1, top1)]
-    return RunRecord(name, config, {}, [], val)
-
-
-def test_blocks_without_feature_loss_are_a_curve_of_changes():
-    """Seeds are averaged; runs with other options are another curve, or none."""
-    runs = [
-        joint_run("all", (), 0.5, seed=0),
-        joint_run("all-1", (1, 2, 3, 4), 0.7, seed=1),
-        joint_run("without-4", (1, 2, 3), 0.55),
-        joint_run("without-1", (2, 3, 4), 0.5),
-        joint_run("without-1-again", (2, 3, 4), 0.6, seed=1),
-        joint_run("two left out", (3, 4), 0.1),
-        joint_run("other", (), 0.9, lr=0.5),
-    ]
-    title, plot = draw_removal(runs)
-    (line,) = plot["lines"]
-    assert "block" in title
-    assert line["name"] == "all"
-    # The means are 0.6 with all, 0.55 without 1 and without 4: 5 points less, at 1/4 and 4/4.
-    low = 50 + 50 / 1.1
-    np.testing.assert_allclose(line["points"], [(25, low), (100, low)], atol=0.01)
-    assert [float(tick) for tick in plot["ticks_y"]] == pytest.approx(
-        [-5.5, -2.75, 0, 2.75, 5.5], abs=0.06
-    )
-    assert draw_removal(runs[:3]) is None
-    assert draw_removal(runs[2:]) is None
-    assert [curve_title for curve_title, _ in draw_curves(runs)][-1] == title
 
 
 # ------------------------------------------------------------------------- damaged files

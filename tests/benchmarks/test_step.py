@@ -20,11 +20,6 @@ from densefeed.tools.pack_dataset import main as pack
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def small_copies(monkeypatch):
-    monkeypatch.setitem(step.COPIED, "cpu", 2**24)
-
-
 @pytest.fixture(scope="module")
 def packed(packed, folder, tmp_path_factory):
     """The small folder's 11 images as .beton files with and without score maps."""

@@ -31,6 +31,9 @@ in the supplement of the DRLoc paper (arXiv 2106.03746) gives it for CvT-13, Swi
 `--updates sgd sam` adds `ours+sgd`, the step with SGD and momentum, and `ours+sam`, the step with
 AdamW and Sharpness-Aware Minimization, which has two forward and backward passes.
 
+`--casts` adds `ours+casts`: the compiled step without training/mixed_linear.py, whose layers each
+cast their own weights. It tells what that file gains.
+
 On a CPU, ours keeps freed memory (`tune_malloc`); timm's turns run with the C library's default
 behavior.
 
@@ -43,7 +46,7 @@ second of the same round, so larger is better. Rows are appended to --results.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -51,6 +54,7 @@ from itertools import count, islice, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Literal
+from unittest import mock
 
 import numpy as np
 import torch
@@ -92,10 +96,12 @@ from densefeed.system.errors import UserError
 from densefeed.system.malloc import set_malloc, tune_malloc
 from densefeed.system.options import Bounds, with_options
 from densefeed.system.progress import steps_bar
+from densefeed.training import compile as compilation
 from densefeed.training.build import autocast_dtype, build_model
 from densefeed.training.captured_update import choose_update
 from densefeed.training.compile import compile_step
 from densefeed.training.config import Config
+from densefeed.training.mixed_linear import WeightCopies
 from densefeed.training.monitor import TrainMonitor
 from densefeed.training.ranks import Ranks
 from densefeed.training.setup import build_trainable, open_loader
@@ -104,10 +110,11 @@ from densefeed.training.student import build_student
 
 OURS, TIMM, LABELS, DRLOC, LOADER = "ours", "timm", "ours+labels", "ours+drloc", "+loader"
 AGENT, BOTH, IN_TURN = "agent", "both", "ours, then agent"
-SGD, SAM = "ours+sgd", "ours+sam"
+SGD, SAM, CASTS = "ours+sgd", "ours+sam", "ours+casts"
 # The ratios, and the required medians of some: labels cost at most 3 % of the step and of the
 # loader, DRLoc at most 2 %; two networks together take at most 1.15 times as long as one after the
-# other; SGD takes no longer than AdamW, SAM at most 2.1 times as long.
+# other; SGD takes no longer than AdamW, SAM at most 2.1 times as long; weights cast together save
+# 2 %.
 BARS = {
     (OURS, TIMM): None,
     (LABELS, OURS): 0.97,
@@ -117,6 +124,7 @@ BARS = {
     (BOTH, IN_TURN): 1 / 1.15,
     (SGD, OURS): 1.0,
     (SAM, OURS): 1 / 2.1,
+    (OURS, CASTS): 1.02,
 }
 # Largest relative difference of two losses that are equal up to rounding: bfloat16 resolves 2^-8,
 # and part of that remains in the sums.
@@ -155,6 +163,7 @@ class StepBenchmark(Output):
     # also measure an agent CNN alone, and ours together with it
     bootstrap: Literal["none", "joint", "shared"] = "none"
     updates: tuple[Literal["sgd", "sam"], ...] = ()  # also measure ours with these
+    casts: bool = False  # also measure ours without training/mixed_linear.py
     # synthetic: a constant batch; ffcv: also measure ours with batches of train.py's loader
     loader: Literal["synthetic", "ffcv"] = "synthetic"
     # a .beton, for --loader ffcv; default: generated crops of photographs, a batch for each step
@@ -370,7 +379,9 @@ def build_contest(
         # OurStep copies its network: every mode starts from equal weights, or losses could not be
         # compared.
         steps = {
-            name: OurStep(make_config(benchmark, name, compile), trainable, constant, device)
+            name: build_step(
+                name, make_config(benchmark, name, compile), trainable, constant, device
+            )
             for name, trainable in ours.items()
         }
         config = make_config(benchmark, OURS, compile)
@@ -395,6 +406,7 @@ def build_ours(
     names = [OURS, *[LABELS] * (benchmark.objective == "token-label"), *[DRLOC] * benchmark.drloc]
     names += [AGENT, BOTH] if benchmark.bootstrap != "none" else []
     names += [f"{OURS}+{update}" for update in dict.fromkeys(benchmark.updates)]
+    names += [CASTS] * benchmark.casts
     found = {}
     for name in names:
         config = make_config(benchmark, name)
@@ -483,6 +495,22 @@ class OurStep:
         return self.step.batches(epoch, 0, through)
 
 
+def build_step(
+    name: str, config: Config, trainable: nn.Module, loader: ThreadedLoader, device: torch.device
+) -> OurStep:
+    """Build the step of one of ours."""
+    with ExitStack() as stack:
+        if name == CASTS:
+            none = mock.patch.object(compilation, "WeightCopies", cast_nothing)
+            stack.enter_context(none)
+        return OurStep(config, trainable, loader, device)
+
+
+def cast_nothing(regions: Sequence[nn.Module], **options: bool) -> WeightCopies:
+    """Leave the weights of all layers to autocast, in place of WeightCopies."""
+    return WeightCopies((), **options)
+
+
 def timm_step(
     config: Config, model: nn.Module, device: torch.device, seed: Callable[[int], int]
 ) -> Train:
@@ -562,7 +590,8 @@ def ratios(rates: Rates) -> list[dict]:
     """Return the ratios of contestants within rounds.
 
     They are: ours to timm's, with to without labels, with to without DRLoc, the loader's batches to
-    constant ones, two networks together to one after the other, and SGD and SAM to AdamW.
+    constant ones, two networks together to one after the other, SGD and SAM to AdamW, and with to
+    without mixed_linear.py.
     """
     rates = dict(rates)
     for mode in dict.fromkeys(mode for name, mode in rates if name == AGENT):

@@ -108,6 +108,14 @@ STAGES = (
         "--no-compile --precision fp32",
         (Goal("relabel teacher", 430),),
     ),
+    # Below the goal, remove training/mixed_linear.py, which serves `--compile blocks` alone.
+    Stage(
+        "step-casts",
+        240,
+        "benchmarks.step --batch 256 --modes compiled --casts",
+        "--model lvvit_micro --size 64 --batch 4 --classes 10 --steps 1 --rounds 1 --modes eager",
+        (Goal("step ours / ours+casts, compiled", 1.02),),
+    ),
     Stage(
         "targets",
         60,

@@ -152,7 +152,6 @@ def test_every_config_field_is_read():
 
 TOOLS = [path for path in SOURCES if path.parent.name == "tools" and path.stem != "__init__"]
 # Libraries that leave tools/ with the labeling's plan.
-TOOLS = [path for path in TOOLS if path.stem not in ("label_engines", "relabel_imagenet")]
 COMMANDS = [path for path in TOOLS if "make_command(" in path.read_text()]
 
 

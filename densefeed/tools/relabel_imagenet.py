@@ -49,6 +49,7 @@ from densefeed.relabel.audit import measure_accuracy
 from densefeed.relabel.estimates import estimate_pass
 from densefeed.relabel.labeling import Pass, begin_pass
 from densefeed.relabel.load_teacher import load_teacher
+from densefeed.relabel.ray_workers import Engine, run_on_ray
 from densefeed.relabel.rendering import NativeRender
 from densefeed.relabel.scoring import Compile, Precision, choose_compile
 from densefeed.relabel.workers import ALL, Share, label
@@ -62,7 +63,6 @@ from densefeed.system.errors import UserError, make_command
 from densefeed.system.object_url import ObjectURL
 from densefeed.system.options import Bounds, Count, Location, NonNegativeInt, own_first
 from densefeed.system.terminal import print
-from densefeed.tools.label_engines import Engine, run_on_ray
 
 
 @own_first

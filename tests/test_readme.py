@@ -5,6 +5,7 @@ quickstart, its links and options exist, and the site builds without a warning.
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -200,6 +201,7 @@ def test_the_example_with_stock_ffcv_runs(newcomer, command):
     home, _ = newcomer
     (example,) = blocks(ROOT / "docs/guides/stock-ffcv.md", "python")
     assert len(example.splitlines()) <= 10
+    shutil.copy(ROOT / "examples" / "stock_ffcv.py", home)
     values = "[len(loader), image.shape, float(image.float().std()), tokens.weight.tolist()]"
     code = f"{example}import json; print(json.dumps({values}))"
     done = command("-c", code, cwd=home, timeout=600)

@@ -95,7 +95,7 @@ RECIPES = {
         bootstrapping_vit_b_imagenet_joint=(VIT_B | JOINT | FEW_IMAGES, "36.01 / 49.73 / 71.36 %"),
     ),
     **table(
-        """Bootstrapping ViTs with the settings of the published code; three differences remain.
+        """Bootstrapping ViTs with the settings of the published code; differences remain.
 
 LayerNorm of features, max-pool 3, CIFAR-100's mean, weight decay of all parameters. Padded crops
 with a black border: that code shifts CIFAR's images by up to 4 of 32 pixels and enlarges them then;

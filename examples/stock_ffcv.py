@@ -1,13 +1,8 @@
 """Token labels for a stock ffcv Loader: its batches, and the crop of each image, as our Batch.
 
-ffcv draws crops inside its decoder and flips in an operation after it, and neither is exposed. Here
-the decoder does both and returns (image, crop); two pipelines start from it, one takes the images,
-the other the crops:
-
-    crops = crop_pipelines(RandomResizedCropRGBImageDecoder((224, 224)), flip=0.5)
-    loader, labels = Loader(path, batch_size=64, pipelines=crops), DenseLabels(path)
-    for image, label, crop in loader:
-        targets = sparse_targets(labels(image, label, crop), labels.score_maps, grid=14)
+Copy this file beside your script. ffcv draws crops inside its decoder and flips in an operation
+after it, and neither is exposed. Here the decoder does both and returns (image, crop); two
+pipelines start from it, one takes the images, the other the crops.
 
 For ffcv 1.0.2 (`pip install ".[ffcv]"` in a checkout). Its limitations remain: crops differ in
 every run, whatever its seed; the memory of a batch is overwritten once the next one is requested;
@@ -15,34 +10,26 @@ an exception in its thread leaves the consumer waiting forever. So nothing here 
 thread: the status of the decoder travels with the crop, and DenseLabels raises the error.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
+from ffcv.fields.rgb_image import IMAGE_MODES, ResizedCropRGBImageDecoder
+from ffcv.libffcv import imdecode, resize_crop
+from ffcv.pipeline import PipelineSpec
+from ffcv.pipeline.allocation_query import AllocationQuery
+from ffcv.pipeline.compiler import Compiler
+from ffcv.pipeline.operation import Operation
+from ffcv.pipeline.state import State
+from ffcv.transforms import RandomHorizontalFlip, RandomResizedCrop, RandomTranslate, ToTensor
 from torch import Tensor, nn
 
 from densefeed.pipelines.batch import Batch, crop_batch
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.plan import RankRows
 from densefeed.storage.beton import MAP_FIELDS
-from densefeed.storage.score_maps import ScoreMaps
 from densefeed.system.errors import UserError
-
-try:
-    from ffcv.fields.rgb_image import IMAGE_MODES, ResizedCropRGBImageDecoder
-    from ffcv.libffcv import imdecode, resize_crop
-    from ffcv.pipeline import PipelineSpec
-    from ffcv.pipeline.allocation_query import AllocationQuery
-    from ffcv.pipeline.compiler import Compiler
-    from ffcv.pipeline.operation import Operation
-    from ffcv.pipeline.state import State
-    from ffcv.transforms import RandomHorizontalFlip, RandomResizedCrop, RandomTranslate, ToTensor
-except ImportError as error:
-    raise ImportError(f"the ffcv bridge needs ffcv ({error}); pip install ffcv==1.0.2") from error
 
 # Length of a row of a crop table, int64: 0 sample id; 1 to 4 box in pixels (top, left, height,
 # width); 5, 6 height and width of the stored image; 7 whether it was flipped after the crop; 8 the
@@ -51,11 +38,6 @@ except ImportError as error:
 CROP = 10
 # Transforms of ffcv that move pixels and do not expose how.
 MOVERS = (RandomHorizontalFlip, RandomTranslate, RandomResizedCrop)
-# Names of torchvision's transforms, version 1 and 2, that move pixels, or may (policies).
-MOVING = re.compile(
-    "Flip|Crop|Affine|Rotation|Perspective|Elastic|Resize|ShortestSize|Pad|Zoom|Scale|RandAugment|"
-    "AutoAugment|TrivialAugment|AugMix"
-)
 
 
 class ReportingDecoder(ResizedCropRGBImageDecoder):
@@ -165,25 +147,18 @@ def crop_pipelines(
         decoder: how images are cropped, see ReportingDecoder.
         flip: probability of a left-right flip, in place of RandomHorizontalFlip.
         transforms: further transforms of the images; default: ToTensor. They must not move pixels:
-            UserError for those of ffcv and torchvision that do.
+            labels would belong to other ones. UserError for those of ffcv that do.
         field: the images' field in the file.
 
     The score-map fields of a .beton packed by this project are switched off, because DenseLabels
     reads and checks them. Other fields are read as ffcv does by default, unless you add pipelines
     of your own (`crop_pipelines(...) | {"label": [...]}`).
     """
-    if not isinstance(decoder, ResizedCropRGBImageDecoder):
-        raise UserError(
-            f"{type(decoder).__name__} does not crop to one size; give "
-            "RandomResizedCropRGBImageDecoder or CenterCropRGBImageDecoder"
-        )
     for operation in transforms:
-        name, home = type(operation).__name__, type(operation).__module__
-        by_torchvision = home.startswith("torchvision.") and MOVING.search(name)
-        if isinstance(operation, MOVERS) or by_torchvision:
+        if isinstance(operation, MOVERS):
             raise UserError(
-                f"{name} moves pixels and does not report how; remove it, and give crop_pipelines "
-                "decoder and flip"
+                f"{type(operation).__name__} moves pixels and does not report how; remove it, and "
+                "give crop_pipelines decoder and flip"
             )
     whole = ReportingDecoder(decoder, flip)
     images = [TakePart(0), *(transforms or [ToTensor()])]
@@ -201,21 +176,12 @@ class DenseLabels:
         data: the .beton that the Loader reads.
         maps: its score maps (HDF5), for a .beton that does not contain them; their rows are the
             samples of the .beton.
-        on_bad_sample: `raise` stops at an image that ffcv could not decode completely (stock ffcv
-            would show it black, or as another image) and at a damaged score map; `skip` gives it
-            weight 0 and the other fields of another sample of its batch, and counts it in
-            `skipped`.
 
     UserError if there are no score maps, or if they are not those of `data`. Pass `score_maps`, the
-    specification of the maps, to `sparse_targets`, and `source` to `ResidentMaps`.
+    specification of the maps, to `sparse_targets`.
     """
 
-    def __init__(
-        self,
-        data: Path | str,
-        maps: Path | str | None = None,
-        on_bad_sample: Literal["raise", "skip"] = "raise",
-    ):
+    def __init__(self, data: str, maps: str | None = None) -> None:
         self.source = FfcvSource(data, maps)
         if self.source.score_maps is None:
             raise UserError(
@@ -223,7 +189,6 @@ class DenseLabels:
                 "pack them into it"
             )
         self.score_maps, self._data = self.source.score_maps, data
-        self.on_bad_sample, self.skipped = on_bad_sample, 0
 
     def __call__(self, image: Tensor, label: Tensor, crop: Tensor) -> Batch:
         """Build the Batch of `image`, unchanged, `label` and `crop`.
@@ -231,27 +196,20 @@ class DenseLabels:
         `image` is `[N, ...]`, `label` `[N]` or `[N, 1]`, and `crop` int64 `[N, 10]`, see CROP.
         Views, ids and maps have their own memory, on the CPU; image and label share the Loader's
         memory, so copy them to a GPU with `Batch.to`, or clone them, before you request the next
-        batch. UserError for samples that cannot be read, see `on_bad_sample`.
+        batch. UserError for an image that ffcv could not decode completely (it would be black, or
+        another image) and for a damaged score map.
         """
-        if not len(crop):
-            raise UserError("the Loader returned an empty batch; skip it")
         crop_NC, label = crop.cpu().numpy(), label.reshape(len(crop), -1)[:, 0].long()
         self._check_file(crop_NC, label.cpu().numpy())
-        bad, maps = self._read(crop_NC)
-        weight, shown = np.ones(len(crop_NC), np.float32), np.arange(len(crop_NC))
-        if bad:
-            good = next((row for row in shown.tolist() if row not in bad), None)
-            if self.on_bad_sample == "raise" or good is None:
-                raise UserError(next(iter(bad.values())))
-            rows = list(bad)
-            weight[rows], shown[rows] = 0, good
-            image, label, maps = image[shown], label[shown], self.source.maps(crop_NC[shown, 0])
-            self.skipped += len(rows)
-        crop_NC = crop_NC[shown]
-        index_N, height_N, width_N, flip_N = crop_NC[:, [0, 5, 6, 7]].T
-        rows = RankRows(index_N, np.zeros_like(index_N), weight)
-        crops = crop_NC[:, 1:5], flip_N, height_N, width_N
-        return crop_batch(image, label, crops, rows, [torch.from_numpy(part) for part in maps])
+        ids, boxes, (height_N, width_N, flip_N) = crop_NC[:, 0], crop_NC[:, 1:5], crop_NC.T[5:8]
+        for index in ids[crop_NC[:, 8] != 0].tolist():
+            raise UserError(
+                f"sample {index}, {self.source.where(index)}: ffcv cannot decode all of it; "
+                f"{self.source.remedy}"
+            )
+        rows = RankRows(ids, np.zeros_like(ids), np.ones(len(ids), np.float32))
+        maps = map(torch.from_numpy, self.source.maps(ids))
+        return crop_batch(image, label, (boxes, flip_N, height_N, width_N), rows, list(maps))
 
     def _check_file(self, crop_NC: np.ndarray, label_N: np.ndarray) -> None:
         """Raise UserError if the Loader reads another file than ours.
@@ -271,24 +229,3 @@ class DenseLabels:
         raise UserError(
             f"the Loader reads other images than {self._data} holds; give both the same file"
         )
-
-    def _read(self, crop_NC: np.ndarray) -> tuple[dict[int, str], ScoreMaps | None]:
-        """Return the rows whose image or map cannot be read, with the reasons, and the maps.
-
-        The maps are None unless all of them can be read.
-        """
-        ids, maps, source = crop_NC[:, 0], None, self.source
-        bad = {
-            row: f"sample {ids[row]}, {source.where(ids[row])}: ffcv cannot decode all of it; "
-            f"{source.remedy}"
-            for row in np.flatnonzero(crop_NC[:, 8]).tolist()
-        }
-        try:
-            maps = source.maps(ids)
-        except UserError:
-            for row, index in enumerate(ids.tolist()):
-                try:
-                    source.check_map(index)
-                except UserError as error:
-                    bad.setdefault(row, f"sample {index}: {error}")
-        return bad, maps

@@ -197,16 +197,18 @@ def test_cost_of_drloc(tmp_path, capsys):
 
 def test_steps_of_sgd_and_sam():
     """From equal weights: the first loss is the same, the second another one after each update."""
-    contest = build(updates=("sgd", "sam"))
-    assert [name for name, _ in contest.works] == ["ours", "ours+sgd", "ours+sam", "timm"]
+    contest = build(updates=("sgd", "sam"), casts=True)
+    names = ["ours", "ours+sgd", "ours+sam", "ours+casts", "timm"]
+    assert [name for name, _ in contest.works] == names
     for turn in contest.works.values():
         turn(0)
     losses = {name: float(loss) for (name, _), loss in contest.losses.items()}
     assert len({losses["ours"], losses["ours+sgd"], losses["ours+sam"]}) == 3
-    rates = {(name, "eager"): [1.0] for name in ("ours", "ours+sgd", "ours+sam")}
+    rates = {(name, "eager"): [1.0] for name in names[:-1]}
     assert [(one["a"], one["b"]) for one in step.ratios(rates)] == [
         ("ours+sgd", "ours"),
         ("ours+sam", "ours"),
+        ("ours", "ours+casts"),
     ]
 
 

@@ -607,7 +607,7 @@ def test_third_party_checkpoint_is_not_resumed(packed, tmp_path):
             dict(model_kwargs=("no_such=1",)),
             "--model-kwargs no_such is not an argument that a checkp",
         ),
-        (dict(model_kwargs=("checkpoint_path='x'",)), "--model-kwargs checkpoint_path is not an arg"),
+        (dict(model_kwargs=("checkpoint_path='x'",)), "--model-kwargs checkpoint_path is not an"),
         (
             dict(model="vgg11", objective="ce", mixtoken=False, drop_path=0.1),
             "vgg11 cannot be built: .*give --drop-path 0",

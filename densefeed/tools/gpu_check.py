@@ -112,7 +112,7 @@ STAGES = (
     Stage(
         "step-casts",
         240,
-        "benchmarks.step --batch 256 --modes compiled --casts",
+        "benchmarks.step --batch 256 --casts --modes compiled",
         "--model lvvit_micro --size 64 --batch 4 --classes 10 --steps 1 --rounds 1 --modes eager",
         (Goal("step ours / ours+casts, compiled", 1.02),),
     ),

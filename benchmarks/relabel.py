@@ -9,7 +9,7 @@ ImageFolder through timm's evaluation transform (shorter side resized by Pillow,
 PyTorch's DataLoader. It runs the teacher in fp32 in batches, takes the top k logits of every cell,
 opens each image file again to get its name, and saves float16 [2, k, S, S] with torch.save, one
 file per image, in the order of the batches. `stand-in` does this with --threads worker processes.
-`pass` is the work of tools/relabel_imagenet.py after its setup: decode natively, score, write one
+`pass` is the work of densefeed label after its setup: decode natively, score, write one
 store and sync it. --compile and --precision apply to `pass` only; the stand-in has no such options.
 Listing the folder, loading and compiling the teacher are not timed for either. Both give the
 teacher the center square at --input-size. Teachers have random weights, which take equally long.

@@ -112,7 +112,8 @@ def open_loader(
     Raises UserError for data that cannot be opened and values that do not fit, TypeError for an
     unknown option or `score_maps` without `train`.
     """
-    # `path` and `train` stand for the first two; the last is for train.py, which holds the maps.
+    # `path` and `train` stand for the first two; the last is for densefeed train, which holds the
+    # maps.
     if foreign := {"data", "val", "maps_on_device"} & options.keys():
         raise TypeError(f"open_loader has no option {min(foreign)!r}")
     check_type("train", bool, train)
@@ -165,7 +166,7 @@ def build_step(
         objective: `token-label`, `relabel`, `ce`, or the name of one that you registered.
         dtype: of autocast around the model, e.g. torch.bfloat16; None: that of an autocast around
             the call.
-        options: any option of `python train.py RECIPE --help` on labels, augmentation, mixing and
+        options: any option of `densefeed train RECIPE --help` on labels, augmentation, mixing and
             the objective, with underscores, e.g. mixtoken, token_weight, smoothing, rand_augment.
 
     Raises UserError for options that contradict each other, the data or the model or have no
@@ -190,7 +191,9 @@ def check_model(loader: Loader, model: nn.Module, objective: Objective) -> None:
     """Raise UserError for a model, data and an objective that do not fit together."""
     name, needed, classes = type(model).__name__, objective.needs_tokens, loader.num_classes
     if type(objective).wrap is not Objective.wrap:
-        raise UserError(f"{objective.flag} trains modules beside the model; use train.py for it")
+        raise UserError(
+            f"{objective.flag} trains modules beside the model; use densefeed train for it"
+        )
     if objective.needs_score_maps and loader.score_maps is None:
         raise UserError(
             f"{loader.path} has no score maps, which {objective.name} needs; pack them, or give "

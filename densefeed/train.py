@@ -1,9 +1,9 @@
 """Train a vision transformer from dense teacher score maps.
 
-    python train.py RECIPE --loader ffcv --data train.beton --val val.beton --out runs/NAME
-    torchrun --nproc-per-node 8 train.py RECIPE ...
+    densefeed train RECIPE --loader ffcv --data train.beton --val val.beton --out runs/NAME
+    torchrun --nproc-per-node 8 -m densefeed train RECIPE ...
 
-`python train.py RECIPE --help` shows every option (densefeed/training/config.py).
+`densefeed train RECIPE --help` shows every option (densefeed/training/config.py).
 """
 
 import sys

@@ -18,7 +18,7 @@ def parse(command: str, monkeypatch) -> Config:
     `main` makes all recipes that it has, which takes six times as long.
     """
     words, given = shlex.split(command), []
-    assert words[:2] == ["python", "train.py"]
+    assert words[:2] == ["densefeed", "train"]
     other = "lvvit_micro_ce" if words[2] != "lvvit_micro_ce" else "lvvit_micro_token_label"
     monkeypatch.setattr(training, "RECIPES", {name: RECIPES[name] for name in (words[2], other)})
     monkeypatch.setattr("sys.argv", [*words[1:], *(FOLDERS if "--data" not in words else [])])

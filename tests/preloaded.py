@@ -1,6 +1,6 @@
 """Run commands without import time: a server imports the libraries once and forks per command.
 
-`python train.py ...` spends about 4 s of processor time on imports (PyTorch, timm and their
+`densefeed train ...` spends about 4 s of processor time on imports (PyTorch, timm and their
 dependencies) before its own first line. The server is this file run as a script. It imports those
 libraries, but no module of DenseFeed, and waits. For each command it forks a process that becomes
 what `python WORDS` would be. Exit codes, tracebacks (with two extra frames of this file), joining

@@ -29,10 +29,10 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/results/papers.md"
 ABLATIONS = (ROOT / "densefeed/recipes/ABLATIONS.md").read_text()
 PROGRAMS = {
-    "tools/validate.py": Validation,
-    "tools/explain.py": Explanations,
-    "tools/model_costs.py": ModelCosts,
-    "tools/pack_dataset.py": Packing,
+    "validate": Validation,
+    "explain": Explanations,
+    "costs": ModelCosts,
+    "pack": Packing,
     "benchmarks.step": StepBenchmark,
 }
 NO_COMMAND = (
@@ -156,7 +156,7 @@ def test_rows_of_three_seeds_have_commands(title):
     section = (PAGE.parent / "quickstart.md").read_text().partition(f"### {title}\n")[2]
     section = re.split(r"^###? ", section, flags=re.M)[0]
     rows = [line for line in section.splitlines() if line.startswith("| ") and "±" in line]
-    commands = re.findall(r"`(python train\.py [^`]+)`", "\n".join(rows))
+    commands = re.findall(r"`(densefeed train [^`]+)`", "\n".join(rows))
     assert len(rows) == len(set(commands)) > 3
     for command in commands:
         objective_for(read_config(command))
@@ -194,7 +194,7 @@ def test_links_count_the_commands_behind_them():
 def test_a_panel_of_figure_6_is_a_sweep_around_the_default(panel, option):
     rows = table_rows(section_of("bootstrappings-figure-6-weights-and-temperature"), 4)
     values = [name.removeprefix(f"{panel}, ") for name, *_ in rows if name.startswith(panel)]
-    joint = "python train.py bootstrapping_vit_s_joint"
+    joint = "densefeed train bootstrapping_vit_s_joint"
     commands = [line.strip("`") for name, line, *_ in rows if name.startswith(panel)]
     assert commands == [f"{joint} {option} {value}" for value in values]
     field = option.removeprefix("--").replace("-", "_")
@@ -208,7 +208,7 @@ def test_a_panel_of_figure_6_is_a_sweep_around_the_default(panel, option):
 def test_a_curve_of_figure_7_leaves_out_each_block(size, depth):
     rows = table_rows(section_of("bootstrappings-figure-7-blocks-without-feature-loss"), 4)
     commands = [line.strip("`") for name, line, *_ in rows if name.startswith(f"ViT-{size} ")]
-    recipe = f"python train.py bootstrapping_vit_{size.lower()}_joint --feature-blocks"
+    recipe = f"densefeed train bootstrapping_vit_{size.lower()}_joint --feature-blocks"
     blocks = [str(block) for block in range(1, depth + 1)]
     assert commands == [" ".join([recipe, *(b for b in blocks if b != left)]) for left in blocks]
 
@@ -224,19 +224,19 @@ def test_tables_of_the_supplementary_are_in_the_paper(claim):
 
 def options_of(command: str) -> str:
     """Return what a parser can refuse: options with their values, for a tool their names alone."""
-    if "train.py" in command:
-        return re.sub(r"(train\.py) \w+", r"\1", command)
+    if command.startswith("densefeed train "):
+        return re.sub(r"(train) \w+", r"\1", command, count=1)
     return command.split()[1] + " ".join(re.findall(r" --[\w-]+", command))
 
 
 @pytest.mark.parametrize(
-    "command", {options_of(c): c for c in COMMANDS}.values(), ids=lambda c: c[7:]
+    "command", {options_of(c): c for c in COMMANDS}.values(), ids=lambda c: c[10:]
 )
 def test_commands_parse(command):
     """One for each list of options: recipes differ in their defaults alone."""
     words = shlex.split(command)
-    assert words[0] == "python"
-    if words[1] == "train.py":
+    assert words[0] in ("densefeed", "python")
+    if words[1] == "train":
         objective_for(read_config(command))
         return
     program = words[1] if words[1] != "-m" else words[2]
@@ -252,7 +252,7 @@ def test_rows_of_a_table_have_commands_of_their_own():
             rows.setdefault((claim.paper, claim.where, claim.command), set()).add(run)
     assert [names for names in rows.values() if len(names) > 1] == []
     for section in re.split(r"^## ", ABLATIONS, flags=re.M)[1:]:
-        commands = re.findall(r"`(python train\.py [^`]+)`", section)
+        commands = re.findall(r"`(densefeed train [^`]+)`", section)
         assert len(commands) == len(set(commands)), section.partition("\n")[0]
 
 
@@ -285,13 +285,13 @@ def test_commands_have_what_their_row_names():
 
 
 def test_models_and_recipes_of_commands_exist():
-    named = {name for c in COMMANDS for name in re.findall(r"--model (\w+)|costs\.py (\w+)", c)}
+    named = {name for c in COMMANDS for name in re.findall(r"--model (\w+)|costs (\w+)", c)}
     assert all(map(timm.is_model, filter(None, chain(*named))))
-    assert {c.split()[2] for c in COMMANDS if "train.py" in c} <= set(RECIPES)
+    assert {c.split()[2] for c in COMMANDS if " train " in c} <= set(RECIPES)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [c for c in COMMANDS if "train.py" in c], ids=lambda c: c[16:])
+@pytest.mark.parametrize("command", [c for c in COMMANDS if " train " in c], ids=lambda c: c[16:])
 def test_training_commands_run_as_train_py_reads_them(command, monkeypatch):
     config = parse(command, monkeypatch)
     assert config == read_config(command)

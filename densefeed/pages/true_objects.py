@@ -1,4 +1,4 @@
-"""True objects of scenes, from the file of boxes that tools/make_digit_scenes.py writes."""
+"""True objects of scenes, from the file of boxes that densefeed scenes writes."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path

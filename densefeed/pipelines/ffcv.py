@@ -54,9 +54,7 @@ class FfcvSource(StoreMaps):
         check_local(path)
         paths = sorted(path.parent.glob(path.name)) if is_pattern else [path]
         if not paths:
-            raise UserError(
-                f"{path} matches no file; check it, or pack files with tools/pack_dataset.py"
-            )
+            raise UserError(f"{path} matches no file; check it, or pack files with densefeed pack")
         return Beton(paths)
 
     def _check_store(self, path: str | Path, maps: str | Path) -> None:
@@ -71,7 +69,7 @@ class FfcvSource(StoreMaps):
         if notes.get("left_out"):
             raise UserError(
                 f"{path} leaves out {notes['left_out']} images that could not be packed, so {maps} "
-                "has other rows; pack the maps into it with tools/pack_dataset.py --maps"
+                "has other rows; pack the maps into it with densefeed pack --maps"
             )
         if notes:
             self._store.check(self.fingerprint, path)

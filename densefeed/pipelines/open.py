@@ -156,8 +156,7 @@ def open_beton(path: Path, mode: Mode, maps: Path | None, threads: int) -> FfcvS
     """Open .beton files. UserError for a folder."""
     if path.is_dir():
         raise UserError(
-            f"{path} is a folder; pack it with tools/pack_dataset.py, or read it with --loader "
-            "folder"
+            f"{path} is a folder; pack it with densefeed pack, or read it with --loader folder"
         )
     return FfcvSource(path, maps)
 
@@ -172,7 +171,7 @@ def open_remote(url: ObjectURL, data: DataOptions, maps: Path | None) -> RemoteS
     if data.loader not in ("ffcv", "dali"):
         raise UserError(
             f"{url} is in object storage, where --loader {data.loader} reads nothing, and --loader "
-            "ffcv and dali read .beton files; pack the data with tools/pack_dataset.py, or copy it "
+            "ffcv and dali read .beton files; pack the data with densefeed pack, or copy it "
             "to a local disk"
         )
     if data.maps_on_device and maps is None:
@@ -280,7 +279,7 @@ def choose_order(data: DataOptions, source: Source, training: bool) -> dict[str,
         raise UserError(
             f"{data.train} holds more images in Parquet than memory should, and shuffled training "
             "would read a whole row group for each; give --order blocks, which shuffles within "
-            f"{blocks.block * blocks.window:,} images, or pack it with tools/pack_dataset.py"
+            f"{blocks.block * blocks.window:,} images, or pack it with densefeed pack"
         )
     return {"order": "blocks", **blocks._asdict()}
 

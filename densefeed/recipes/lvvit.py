@@ -68,7 +68,7 @@ RECIPES = {
     **table(
         "LV-ViT with token labels and MixToken, 300 epochs.",
         TOKEN_LABEL,
-        "Table 8, and Table 10 with ReaL labels (tools/validate.py --real timm)",
+        "Table 8, and Table 10 with ReaL labels (densefeed validate --real timm)",
         lvvit_t_224_token_label=(T, "79.1 %"),
         lvvit_s_224_token_label=(S, "83.3 and 88.1 %"),
         lvvit_m_224_token_label=(M, "84.0 and 88.4 %"),
@@ -91,7 +91,7 @@ RECIPES = {
 
 Images are flipped and augmented as a whole, then cropped and resized bilinearly or bicubically at
 random; evaluation is bicubic. The token loss has weight 1 (the paper: 0.5). Score maps must be
-those of tools/relabel_imagenet.py --geometry center-crop --absent zero-logit. Three differences
+those of densefeed label --geometry center-crop --absent zero-logit. Three differences
 remain: the EMA of T, S and M has a warm-up here; evaluation resizes the crop of an image, not the
 image before the crop; and the last images of an epoch, too few for a batch, are trained on (1,252
 steps of ImageNet, not 1,251).""",
@@ -107,7 +107,7 @@ steps of ImageNet, not 1,251).""",
     **table(
         "Fine-tune LV-ViT with token labels at a larger size, 30 epochs.",
         FINE_TUNE,
-        "Table 10, also with ReaL labels (tools/validate.py --real timm), or published weights",
+        "Table 10, also with ReaL labels (densefeed validate --real timm), or published weights",
         lvvit_s_384_fine_tune=(S | dict(size=384), "84.4 and 88.9 %", FROM_S),
         lvvit_m_384_fine_tune=(M | dict(size=384), "85.4 and 89.5 %", FROM_M),
         lvvit_m_448_fine_tune=(M | dict(size=448), "85.5 %", FROM_M),

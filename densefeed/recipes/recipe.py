@@ -50,7 +50,7 @@ def table(
         notes.append(f"The row: {show_options(options)}.")
         if data == PACKED:
             notes.append("Not run here.")
-        command = f"python train.py {name} {data} --out runs/{name}{start}"
+        command = f"densefeed train {name} {data} --out runs/{name}{start}"
         text = "\n\n".join([about, command, " ".join(filter(None, notes))])
         recipes[name] = Recipe(name, base, options, text)
     return recipes

@@ -128,7 +128,7 @@ def load_references(
 ) -> References:
     """Load a model as two references: shown whole images, and shown their center squares.
 
-    `name` is a teacher as in tools/relabel_imagenet.py. Raises UserError if the model cannot be
+    `name` is a teacher as in densefeed label. Raises UserError if the model cannot be
     loaded, was trained on other classes, or does not take inputs of `input_size` pixels.
     """
     network = load_network(name, model, input_size)

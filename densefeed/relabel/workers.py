@@ -91,7 +91,7 @@ def label(
         return join_workers(work, out, plan, share, shows, seconds)
     if share != ALL:
         raise UserError(
-            f"--shard writes a folder, which `python tools/score_maps.py merge` joins with others; "
+            f"--shard writes a folder, which `densefeed score-maps merge` joins with others; "
             f"give --out {out.stem}"
         )
     if out.exists():

@@ -1,6 +1,6 @@
 """Read FFCV datasets (.beton) without the ffcv package. The bytes are described in FORMAT.md.
 
-    python tools/beton.py verify FILE...      read all checked bytes and list the damaged samples
+    densefeed beton verify FILE...      read all checked bytes and list the damaged samples
 
 Only stock field types are used, so `ffcv.loader.Loader` 1.0.2 opens files of DenseFeed, except
 those with images stored as planes, which have another version number. Third-party files open too,
@@ -230,10 +230,10 @@ class Beton:
     def _open(self, path: Path, name: Path | str) -> Front:
         check_local(path)
         if not path.exists():
-            raise UserError(f"{path}: there is no such file; make it with tools/pack_dataset.py")
+            raise UserError(f"{path}: there is no such file; make it with densefeed pack")
         # To open a named pipe would wait for its writer.
         if not path.is_file():
-            raise UserError(f"{path} is not a file; name a .beton, made with tools/pack_dataset.py")
+            raise UserError(f"{path} is not a file; name a .beton, made with densefeed pack")
         # In the list before the file is read, so an error closes it too.
         self.descriptors.append(os.open(path, os.O_RDONLY))
         return read_front(name, self.descriptors[-1])
@@ -516,7 +516,7 @@ class Beton:
             if self.fields[n].name == name:
                 return n
         raise UserError(
-            f"{self.paths[0]} has no ndarray field {name!r}; pack it with tools/pack_dataset.py"
+            f"{self.paths[0]} has no ndarray field {name!r}; pack it with densefeed pack"
         )
 
     def _read_into(self, index: int, buffer: bytearray | np.ndarray, offset: int) -> None:
@@ -635,8 +635,7 @@ def read_front(path: Path, descriptor: int) -> Front:
     # FFCV's format has no magic number, so the number of fields must be plausible too.
     if modes is None or not 0 < header["num_fields"] < 64:
         raise UserError(
-            f"{path} is not an FFCV dataset of version {VERSION}; "
-            "pack it with tools/pack_dataset.py"
+            f"{path} is not an FFCV dataset of version {VERSION}; pack it with densefeed pack"
         )
     _, num_fields, _, count, table = header.tolist()
     raw = os.pread(descriptor, FIELD.itemsize * num_fields, HEADER.itemsize)
@@ -647,7 +646,7 @@ def read_front(path: Path, descriptor: int) -> Front:
     types = [field.type for field in fields]
     for kind, name in ((RGB, "image"), (INT, "label")):
         if kind not in types:
-            raise UserError(f"{path} has no {name} field; pack it with tools/pack_dataset.py")
+            raise UserError(f"{path} has no {name} field; pack it with densefeed pack")
     start = HEADER.itemsize + len(raw)
     entries = count * sum(kind in ALLOCATED for kind in types)
     end = start + count * metadata_dtype(fields).itemsize

@@ -139,7 +139,7 @@ def read_remote_manifest(objects: ObjectStore) -> Manifest:
     if (content := objects.read(MANIFEST)) is None:
         raise UserError(
             f"{url}: there is no such object; correct the URL, or finish the labeling with "
-            "tools/relabel_imagenet.py"
+            "densefeed label"
         )
     try:
         values = parse_json(content)

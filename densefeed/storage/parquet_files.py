@@ -152,7 +152,7 @@ class ParquetImages:
         if not window:
             raise UserError(
                 f"{self._files[0].path.parent} holds {size / 1e9:,.1f} GB of images in Parquet in "
-                "row groups that are too large for training; pack it with tools/pack_dataset.py"
+                "row groups that are too large for training; pack it with densefeed pack"
             )
         return Blocks(rows, window)
 

@@ -1,7 +1,7 @@
 """Store the score maps of a dataset in one HDF5 file, one row per image in dataset order.
 
-    python tools/score_maps.py verify maps.h5
-    python tools/score_maps.py convert maps.h5 --form compact --out small.h5
+    densefeed score-maps verify maps.h5
+    densefeed score-maps convert maps.h5 --form compact --out small.h5
 
 The bytes are described in FORMAT.md. HDF5 provides the layout, the names and the types. Every
 dataset is contiguous and allocated when the file is created. Rows are then written with `pwrite`
@@ -131,7 +131,7 @@ def find_faults(maps: ScoreMaps, num_classes: int, palette: np.ndarray) -> dict[
 
 
 # A shard must be removed before it is labeled or fetched again.
-FOLDER_REMEDY = "`python tools/score_maps.py verify` says what to do"
+FOLDER_REMEDY = "`densefeed score-maps verify` says what to do"
 
 
 class PackedRows(NamedTuple):
@@ -352,7 +352,7 @@ class ScoreMapStore:
                 f"{self.path} holds the maps of another dataset than "
                 f"{f'the split {split} of ' if split else ''}{where} (fingerprints differ); "
                 f"{'give the --split that was labeled, ' if split else ''}relabel {where}, or, if "
-                "its images were labeled under the same names, run `python tools/score_maps.py "
+                "its images were labeled under the same names, run `densefeed score-maps "
                 "select`"
             )
 

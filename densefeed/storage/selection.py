@@ -125,5 +125,5 @@ def select_maps(
     print(summary(select(ScoreMapStore(store), Images(data, dataset, split), out)))
     print(
         "images and maps were matched by name and label; if other images may have the same names, "
-        "as those of another split, compare them with tools/audit.py"
+        "as those of another split, compare them with densefeed audit"
     )

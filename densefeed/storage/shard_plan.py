@@ -182,9 +182,7 @@ def read_plan(objects: Objects) -> StoredPlan:
     path = objects.root / PLAN
     if (content := objects.read(PLAN)) is None:
         refuse_copy(objects)
-        raise UserError(
-            f"{path}: there is no such file; start the labeling with tools/relabel_imagenet.py"
-        )
+        raise UserError(f"{path}: there is no such file; start the labeling with densefeed label")
     try:
         values = parse_json(content)
         rows = {str(name): int(count) for name, count in values["shards"]}

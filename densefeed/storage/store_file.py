@@ -201,9 +201,7 @@ class StoreFile:
             ) from None
         text, self.names_crc = (layout.attributes.get(n) for n in ("densefeed", "names_crc32"))
         if not isinstance(text, bytes) or not isinstance(self.names_crc, np.uint32 | None):
-            raise UserError(
-                f"{path} is not a score map file; make one with tools/relabel_imagenet.py"
-            )
+            raise UserError(f"{path} is not a score map file; make one with densefeed label")
         self.header = StoreHeader.from_json(text, path)
         self.types = check_schema(path, self.header, layout)
         self.rows = self.types["label"][1][0]
@@ -308,9 +306,7 @@ def open_store(path: Path) -> int:
         with open_regular(path) as file:
             return os.dup(file.fileno())
     except FileNotFoundError:
-        raise UserError(
-            f"{path}: there is no such file; make it with tools/relabel_imagenet.py"
-        ) from None
+        raise UserError(f"{path}: there is no such file; make it with densefeed label") from None
     except IsADirectoryError:
         raise UserError(f"{path} is a folder; name the HDF5 file of score maps") from None
     except OSError as error:

@@ -76,7 +76,7 @@ def read_manifest(folder: Path) -> Manifest:
     except FileNotFoundError:
         raise UserError(
             f"{folder} is a folder without {MANIFEST}: name a file of score maps, or finish the "
-            "labeling with tools/relabel_imagenet.py"
+            "labeling with densefeed label"
         ) from None
 
 
@@ -126,7 +126,7 @@ def check_local_rows(path: Path) -> None:
     """Raise UserError for score maps in object storage, whose URL was read as a path."""
     if url := find_url(path):
         raise UserError(
-            f"{url} is in object storage; copy it with `python tools/score_maps.py fetch {url} "
+            f"{url} is in object storage; copy it with `densefeed score-maps fetch {url} "
             "maps`, and name the copy"
         )
 

@@ -1,7 +1,7 @@
 """Run the ablations of the papers at small scale, on digit scenes.
 
-    python tools/ablations.py --out ablations --seeds 0 1 2
-    python tools/ablations.py --out ablations --seeds 0 1 2 --rows ce drloc token-label
+    densefeed ablations --out ablations --seeds 0 1 2
+    densefeed ablations --out ablations --seeds 0 1 2 --rows ce drloc token-label
 
 The rows follow Tables 3 to 7 and 9 of Token Labeling (arXiv 2104.10858), Table 6 of DRLoc's
 supplementary material (arXiv 2106.03746), Tables 1, 4 and 5 of Bootstrapping ViTs (arXiv
@@ -13,7 +13,7 @@ minutes on two CPU cores. The rows of Bootstrapping ViTs train `bootstrapping_vi
 epochs: six minutes, or fifteen with an agent. The printed table has the mean and the standard
 deviation over the seeds, and the figure of each seed; a seed changes scenes, teacher and students.
 Finished steps are kept, so an interrupted call continues; scenes, teacher and score maps are those
-of `tools/quickstart.py --seeds`. Such short trainings show that a row works and in which direction
+of `densefeed quickstart --seeds`. Such short trainings show that a row works and in which direction
 it may point: differences within the deviations are inconclusive, and regularizers cost accuracy.
 """
 

@@ -1,7 +1,7 @@
 """Recommend a loader and a number of threads for a training on this machine.
 
-    python tools/advise.py lvvit_s_224_token_label --data train.beton
-    python tools/advise.py deit_s_224 --data imagenet --batch 512
+    densefeed advise lvvit_s_224_token_label --data train.beton
+    densefeed advise deit_s_224 --data imagenet --batch 512
 
 It takes the recipe and the options of the training; --val, --out, --loader and --threads may be
 left out. Every loader that can read the data is timed alone with each number of threads. The step
@@ -131,7 +131,7 @@ def format_rate(rate: float) -> str:
 def recommend(
     advice: Advice, step: Throughput, words: list[str], packed: bool, planes: int = 0
 ) -> str:
-    """Return the recommendation: a command line of train.py, its rate and its bottleneck.
+    """Return the recommendation: a command line of densefeed train, its rate and its bottleneck.
 
     `words` are those of the training as it was given, whose images are `packed` or not. `planes` is
     the size of the images as planes, bytes; 0 if they are not JPEGs of a .beton.
@@ -147,13 +147,13 @@ def recommend(
             f"{trains} images/s; the training step is the bottleneck ({step_rate} images/s alone, "
             f"this loader {loader_rate}), so another loader or more threads would not help."
         )
-    pack = "pack them smaller (tools/pack_dataset.py --max-side)"
+    pack = "pack them smaller (densefeed pack --max-side)"
     if not packed:
-        pack = "pack the images with tools/pack_dataset.py"
+        pack = "pack the images with densefeed pack"
     # DALI decodes JPEGs only; planes would not pass through it.
     elif planes and loader == "ffcv":
         pack = (
-            "pack the images with tools/pack_dataset.py --form planes, which about doubles this "
+            "pack the images with densefeed pack --form planes, which about doubles this "
             f"rate if their {planes / 2**30:,.1f} GiB fit in memory, or smaller (--max-side)"
         )
     return (

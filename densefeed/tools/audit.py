@@ -1,6 +1,6 @@
 """Audit score maps: print the findings, and write them to an HTML page and to JSON.
 
-    python tools/audit.py maps.h5 --data imagenet --teacher dm_nfnet_f6.dm_in1k
+    densefeed audit maps.h5 --data imagenet --teacher dm_nfnet_f6.dm_in1k
 
 The file alone is checked for damaged values, duplicates, and agreement with its labels. With
 --data, names, image sizes and files are checked too, and the page shows pictures. With --teacher, a
@@ -62,7 +62,8 @@ class AuditOptions(DecodeOptions, ThreadOptions, DeviceOptions):
     # class folders
     dataset: str = ""
     split: str = "train"  # split of the images
-    # reference to compare the maps with: a timm model, a checkpoint, or a run folder of train.py
+    # reference to compare the maps with: a timm model, a checkpoint, or a run folder of densefeed
+    # train
     teacher: str = ""
     model: str = ""  # timm's name of the reference, for a checkpoint that does not contain it
     input_size: int = 0  # side of the reference's input, pixels; 0: that of the maps' teacher

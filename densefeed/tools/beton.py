@@ -1,6 +1,6 @@
 """Verify .beton files: read every byte that has a checksum and decode every image.
 
-python tools/beton.py verify train.beton val.beton
+densefeed beton verify train.beton val.beton
 """
 
 import tyro

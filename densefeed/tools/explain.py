@@ -1,8 +1,8 @@
 """Show what a trained model looked at, in one self-contained HTML file.
 
-    python tools/explain.py runs/student --images scenes --count 32 --out page.html
-    python tools/explain.py runs/student --images a.jpg b.jpg --classes 3 8 --out page.html
-    python tools/explain.py weights.safetensors --model lvvit_s --images photos --out page.html
+    densefeed explain runs/student --images scenes --count 32 --out page.html
+    densefeed explain runs/student --images a.jpg b.jpg --classes 3 8 --out page.html
+    densefeed explain weights.safetensors --model lvvit_s --images photos --out page.html
 
 Of each image the page shows the relevance of the two most probable classes and of --classes, the
 attention of every layer, with a slider, and whole attention matrices and features of some layers.
@@ -10,9 +10,9 @@ Rollout and gradient x attention stand beside relevance, to compare. What a mode
 by is named on the page with the reason. --maps adds the labels of the tokens. --arrays and
 --pictures write the same as raw arrays and PNG files.
 
-The model sees each image as in tools/validate.py: the centered square of crop-pct times the shorter
-side, resized to the model's size. Images are read and written one batch after the other, so their
-number does not change the memory that the command takes.
+The model sees each image as in densefeed validate: the centered square of crop-pct times the
+shorter side, resized to the model's size. Images are read and written one batch after the other, so
+their number does not change the memory that the command takes.
 """
 
 import os
@@ -94,7 +94,8 @@ GRID = 14
 class Explanations(DecodeOptions, DeviceOptions):
     """The model, the images and what to show of them."""
 
-    # a run folder of train.py, a checkpoint, or timm's name of a model with published weights
+    # a run folder of densefeed train, a checkpoint, or timm's name of a model with published
+    # weights
     source: tyro.conf.Positional[str]
     images: tuple[Path, ...]  # image files, and folders of images
     out: Path  # the HTML file to write

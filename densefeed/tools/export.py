@@ -1,7 +1,7 @@
 """Export a trained model for timm and the Hugging Face hub (safetensors), or as ONNX.
 
-    python tools/export.py runs/student --out exported
-    python tools/export.py runs/student --out exported --format both --size 384
+    densefeed export runs/student --out exported
+    densefeed export runs/student --out exported --format both --size 384
 
 `model.safetensors` and `config.json` are the files that timm saves for the hub; upload the folder
 as it is. To load it:
@@ -74,7 +74,7 @@ ONNX_LIMIT = 2**31 - 2**24
 class Export:
     """The model to export, and the format."""
 
-    checkpoint: tyro.conf.Positional[Path]  # a checkpoint, or a run folder of train.py
+    checkpoint: tyro.conf.Positional[Path]  # a checkpoint, or a run folder of densefeed train
     out: Path  # the folder to write
     # safetensors writes config.json too, as timm reads it
     format: Literal["safetensors", "onnx", "both"] = "safetensors"

@@ -1,9 +1,9 @@
 """Export score maps as a TokenLabeling tree of .pt files, for the published code.
 
-    python tools/export_labels.py --maps maps.h5 --out label_top5_train
+    densefeed export-labels --maps maps.h5 --out label_top5_train
 
 `<class>/<name>.pt` is one tensor, float16 [2, k, S, S]: logits and class numbers. The name ends at
-the first dot of `class/file`, where the published code cuts it. tools/import_labels.py restores
+the first dot of `class/file`, where the published code cuts it. densefeed import restores
 logits and classes bit by bit. The command prints what such files cannot hold: the logsumexp, and
 the part of the image that a map covers. The folder gets its name when all files are in it.
 """
@@ -71,7 +71,7 @@ def print_summary(store: ScoreMapStore, partial: int, out: Path) -> None:
     if partial:
         print(
             f"not in these files: {partial:,} maps cover only a part of their image; the published "
-            "code reads them as if they covered all of it, and tools/import_labels.py needs "
+            "code reads them as if they covered all of it, and densefeed import needs "
             f"--footprint {header.geometry}"
         )
 

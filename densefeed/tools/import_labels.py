@@ -1,7 +1,7 @@
 """Import published score maps, one small file per image, into one HDF5 file.
 
-    python tools/import_labels.py --labels label_top5_train --data imagenet --out maps.h5
-    python tools/import_labels.py --labels arrays --data photos --out maps.h5 \\
+    densefeed import --labels label_top5_train --data imagenet --out maps.h5
+    densefeed import --labels arrays --data photos --out maps.h5 \\
         --teacher mine --input-size 384 --footprint squash
 
 It reads TokenLabeling's tree (.pt, float16 [2,5,18,18]), ReLabel's (.pt, float32 [2,5,15,15]) and
@@ -11,7 +11,7 @@ contain is declared: --footprint (the part of the image that its map covers) and
 the map's axes comes first). For the two published packs the defaults follow the code that generated
 them; nothing else is known about them. With --reference, any model of the same classes that
 responds to where objects are, both can be found: `--footprint find --axes find`. At the end the
-store is audited (tools/audit.py does the same and writes a page); exit code 2 means that the audit
+store is audited (densefeed audit does the same and writes a page); exit code 2 means that the audit
 found a fault.
 
 Run the same command again to continue a killed import. Images without a usable map are counted and
@@ -68,7 +68,8 @@ class Import(DecodeOptions, ThreadOptions):
     # if an image has no usable map: write no file, or give every cell the image's own label
     missing: Literal["raise", "label"] = "raise"
     problems: Path | None = None  # text file to write: every image without a usable map, and why
-    # a model to compare the maps with: a timm model, a checkpoint, or a run folder of train.py
+    # a model to compare the maps with: a timm model, a checkpoint, or a run folder of densefeed
+    # train
     reference: str = ""
     reference_model: str = ""  # timm's name of the reference, for a checkpoint without it
     reference_size: int = 0  # side of the reference's input, pixels; 0: that of the teacher

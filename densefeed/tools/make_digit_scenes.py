@@ -1,6 +1,6 @@
 """Make a folder of digit scenes: real digits on real photographs, several per image.
 
-    python tools/make_digit_scenes.py --out scenes
+    densefeed scenes --out scenes
 
 It writes `scenes/train/<digit>/*.jpg`, `scenes/val/<digit>/*.jpg` and `scenes/boxes.json`, and has
 ImageNet's multi-object problem at small scale. A scene has one large handwritten digit and a few

@@ -1,6 +1,6 @@
 """Print parameters and multiply-adds of classifiers as papers report them.
 
-    python tools/model_costs.py dhvt_tiny_cifar_patch4 cvt_13 swin_tiny_patch4_window7_224
+    densefeed costs dhvt_tiny_cifar_patch4 cvt_13 swin_tiny_patch4_window7_224
 
 Papers disagree about what a "FLOP" is. This counts the multiply-adds of one image: in convolutions
 and linear layers; in the products inside attention (queries with keys, weights with values), which

@@ -1,8 +1,8 @@
 """Pack images, and their score maps, into one FFCV dataset (.beton).
 
-    python tools/pack_dataset.py --data imagenet --maps maps.h5 --out train.beton
-    python tools/pack_dataset.py --data imagenet --split val --out val.beton
-    python tools/pack_dataset.py --dataset cifar100 --data data --out cifar100-train.beton
+    densefeed pack --data imagenet --maps maps.h5 --out train.beton
+    densefeed pack --data imagenet --split val --out val.beton
+    densefeed pack --dataset cifar100 --data data --out cifar100-train.beton
 
 Stock ffcv 1.0.2 opens these files too, except those of --form planes.
 

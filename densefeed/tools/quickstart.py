@@ -1,6 +1,6 @@
 """Run the whole flow on real images, from nothing to a report.
 
-    python tools/quickstart.py --out quickstart
+    densefeed quickstart --out quickstart
 
 `make quickstart` runs this. It composes digit scenes, trains a teacher, labels every cell of every
 training image with it, packs images and score maps, trains students that differ only in their
@@ -61,7 +61,7 @@ class Quickstart(FlowOptions):
 
 
 def read_purity(report: Path) -> dict[str, dict[str, float]]:
-    """Return the shares of correct labels, which tools/report.py writes beside its page `report`.
+    """Return the shares of correct labels, which densefeed report writes beside its page `report`.
 
     They are those of each kind in LABELS, on each part in PARTS. Raises UserError if the file is
     damaged.

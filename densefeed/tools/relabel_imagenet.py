@@ -1,12 +1,12 @@
 """Label every cell of every image with a teacher: images in, score maps (HDF5) out.
 
-    python tools/relabel_imagenet.py --data imagenet --teacher dm_nfnet_f6.dm_in1k \\
+    densefeed label --data imagenet --teacher dm_nfnet_f6.dm_in1k \\
         --input-size 576 --top-k 5 --out maps.h5
 
 Run the same command again to resume a killed run, or at the same time, anywhere that sees OUT, to
 share the work. A process per GPU:
 
-    torchrun --nproc-per-node 8 tools/relabel_imagenet.py ...
+    torchrun --nproc-per-node 8 -m densefeed label ...
 
 --dry-run labels a few batches, writes nothing, and prints the estimated cost of the whole pass. At
 its end a pass prints the teacher's accuracy computed from the stored maps. If that is not close to
@@ -17,15 +17,15 @@ OUT.shards until the file is made of them. Else OUT is a folder of shards with a
 every command takes like a file: when images were removed, added or repaired, only their shards are
 labeled again. A process takes the shard of one that was killed, and keeps its rows.
 
-    python tools/score_maps.py status maps
+    densefeed score-maps status maps
 
-Machines that share no disk label --shard 0/4, ..., 3/4 into folders, which `score_maps.py merge`
-joins.
+Machines that share no disk label --shard 0/4, ..., 3/4 into folders, which `densefeed score-maps
+merge` joins.
 
 OUT may be s3://BUCKET/FOLDER (or gs://, az://), with credentials in the environment. For training
 such a store is copied:
 
-    python tools/score_maps.py fetch s3://BUCKET/FOLDER maps
+    densefeed score-maps fetch s3://BUCKET/FOLDER maps
 
 --engine ray starts a worker on every GPU of a Ray cluster.
 
@@ -160,11 +160,11 @@ def main(labeling: Labeling) -> None:
     elif share != ALL:
         print(
             f"shards {labeling.shard} of {labeling.out} are finished; join them with the others by "
-            "`python tools/score_maps.py merge`"
+            "`densefeed score-maps merge`"
         )
     elif isinstance(labeling.out, ObjectURL):
         print(
-            f"{labeling.out} is finished; copy it with `python tools/score_maps.py fetch "
+            f"{labeling.out} is finished; copy it with `densefeed score-maps fetch "
             f"{labeling.out} maps`"
         )
     elif is_first:
@@ -208,7 +208,4 @@ command = make_command(main, Labeling, __doc__, sigterm=True)
 
 
 if __name__ == "__main__":
-    # Under its own name, by which Ray sends the options to other machines.
-    from densefeed.tools import relabel_imagenet
-
-    relabel_imagenet.command()
+    command()

@@ -1,10 +1,10 @@
 """Write one self-contained HTML file with the results of training runs.
 
-    python tools/report.py runs/ce runs/token-label --boxes scenes/boxes.json
+    densefeed report runs/ce runs/token-label --boxes scenes/boxes.json
 
 The report of runs has a table of results, curves, and a contact sheet: training crops exactly as
 the student saw them, with the label of every token drawn on them. `--boxes`, a file that
-tools/make_digit_scenes.py writes, adds the true objects and measures how many labels are correct.
+densefeed scenes writes, adds the true objects and measures how many labels are correct.
 """
 
 import math
@@ -68,7 +68,7 @@ CURVES = ("#0b6e99", "#c2571a", "#3a8f4d", "#7a4fa3", "#8a6d1f", "#555555")
 class Report:
     """The runs to show."""
 
-    # run folders of train.py
+    # run folders of densefeed train
     runs: tyro.conf.Positional[tuple[Path, ...]]
     boxes: Path | None = None  # true boxes of the training images, to count correct labels
     out: Path | None = None  # the HTML to write; default: report.html in the last run's folder
@@ -116,7 +116,8 @@ def name_missing(folder: Path) -> Iterator[None]:
             raise
         missing = Path(error.filename).name
         raise UserError(
-            f"{folder} is not a run folder ({missing} is missing); give a run folder of train.py"
+            f"{folder} is not a run folder ({missing} is missing); give a run folder of densefeed "
+            "train"
         ) from None
 
 
@@ -265,7 +266,7 @@ def measure_purity(loader: ThreadedLoader, truths: list[Truth], grid: int) -> di
             truth = truths[int(batch.index[n])]
             boxes = boxes_in_crop(truth.boxes_ltrb, batch.view[n].numpy())
             owner_T = find_owners(boxes, grid).ravel()
-            # The boxes of a scene begin with its largest digit (tools/make_digit_scenes.py).
+            # The boxes of a scene begin with its largest digit (densefeed scenes).
             chosen = {"all": owner_T >= 0, "largest": owner_T == 0, "others": owner_T > 0}
             for part, chosen_T in chosen.items():
                 tokens[part] += int(chosen_T.sum())
@@ -422,10 +423,10 @@ def curve(runs: list[RunRecord], kind: str, value: str, percent: bool) -> dict:
 def main(report: Report) -> None:
     """Read the runs, replay the first epoch of one of them, and write the page."""
     if not report.runs:
-        raise UserError("name at least one run folder of train.py")
+        raise UserError("name at least one run folder of densefeed train")
     for path in report.runs:
         if path.is_file() or path.suffix in (".h5", ".hdf5"):
-            raise UserError(f"{path} is not a run folder; audit score maps with tools/audit.py")
+            raise UserError(f"{path} is not a run folder; audit score maps with densefeed audit")
     if report.out:
         check_ending(report.out, ".html", "--out")
     folder = report.runs[-1]
@@ -434,8 +435,7 @@ def main(report: Report) -> None:
         # Before the replay, which is left out where the training set is missing.
         if not report.boxes.exists():
             raise UserError(
-                f"{report.boxes}: there is no such file; tools/make_digit_scenes.py writes it with "
-                "its scenes"
+                f"{report.boxes}: there is no such file; densefeed scenes writes it with its scenes"
             )
         check_replaceable(out.with_suffix(".json"), "published", "--out")
     runs, environment = [read_run(folder) for folder in report.runs], read_environment(folder)

@@ -1,12 +1,12 @@
 """Verify, convert, merge, select or fetch score maps; show progress, redo images.
 
-    python tools/score_maps.py verify maps.h5
-    python tools/score_maps.py convert maps.h5 --form compact --out small.h5
-    python tools/score_maps.py merge part-0 part-1 --out maps.h5
-    python tools/score_maps.py select maps.h5 --data tars --out maps-of-tars.h5
-    python tools/score_maps.py status maps
-    python tools/score_maps.py redo maps cat/001.jpg
-    python tools/score_maps.py fetch s3://bucket/maps maps
+    densefeed score-maps verify maps.h5
+    densefeed score-maps convert maps.h5 --form compact --out small.h5
+    densefeed score-maps merge part-0 part-1 --out maps.h5
+    densefeed score-maps select maps.h5 --data tars --out maps-of-tars.h5
+    densefeed score-maps status maps
+    densefeed score-maps redo maps cat/001.jpg
+    densefeed score-maps fetch s3://bucket/maps maps
 
 The options of a command are in its own --help.
 """

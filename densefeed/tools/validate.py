@@ -1,9 +1,9 @@
 """Evaluate a trained model: top-1, top-5, ReaL accuracy, loss and speed, at any size.
 
-    python tools/validate.py runs/student --data val.beton --json row.json
-    python tools/validate.py runs/student --loader folder --data imagenet --real real.json
-    python tools/validate.py runs/student --data val.beton --size 384 --crop-pct 1.0
-    python tools/validate.py weights.safetensors --model resnet50 --loader folder --data imagenet-r
+    densefeed validate runs/student --data val.beton --json row.json
+    densefeed validate runs/student --loader folder --data imagenet --real real.json
+    densefeed validate runs/student --data val.beton --size 384 --crop-pct 1.0
+    densefeed validate weights.safetensors --model resnet50 --loader folder --data imagenet-r
 
 CLASSES. The classes of the data are matched to those of the model. Logits of classes that are not
 in the data are removed, for the loss too, so ImageNet-A and ImageNet-R (200 classes in folders
@@ -76,7 +76,7 @@ MODEL_SECONDS = 1.0
 class Validation(DecodeOptions, ThreadOptions, DeviceOptions):
     """The model and the data to evaluate it on."""
 
-    checkpoint: tyro.conf.Positional[Path]  # a checkpoint, or a run folder of train.py
+    checkpoint: tyro.conf.Positional[Path]  # a checkpoint, or a run folder of densefeed train
     # a .beton, a folder of class folders, or a folder of splits, of which `val` is read
     data: Path
     # ffcv reads .beton files, folder reads folders; dali reads both, decoded by NVIDIA DALI
@@ -138,7 +138,7 @@ def open_source(options: Validation) -> Source:
     if options.loader == "ffcv" and path.is_dir():
         raise UserError(
             f"{path} is a folder; read it with --loader folder, "
-            "or pack it with tools/pack_dataset.py --split val"
+            "or pack it with densefeed pack --split val"
         )
     return find_loader(options.loader)[0](path, "evaluate", None, options.threads)
 

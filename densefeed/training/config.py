@@ -213,7 +213,7 @@ def check_recipe(words: list[str], recipes: list[str]) -> None:
     like = [name for name in recipes if word and name.startswith(word)]
     close = ", ".join((like or get_close_matches(word, recipes))[:3])
     remedy = f"choose {close}, or see" if close else "put one first, or see"
-    raise UserError(f"the command line {named}; {remedy} train.py --help")
+    raise UserError(f"the command line {named}; {remedy} densefeed train --help")
 
 
 def check_same_run(config: Config, saved: dict[str, Any]) -> None:

@@ -55,7 +55,7 @@ def open_trained(
     """Load the model of a checkpoint, or of a run folder's `last.pt`.
 
     Args:
-        path: a checkpoint file, or a run folder of train.py.
+        path: a checkpoint file, or a run folder of densefeed train.
         weights: `ema` selects EMA weights where there are any, `raw` the others.
         model_name: timm's name, for checkpoints that do not contain it. Their classes get the names
             of the ImageNet set with that number of classes, if there is one.
@@ -67,7 +67,8 @@ def open_trained(
         folder, path = path, path / "last.pt"
         if not path.is_file():
             raise UserError(
-                f"{folder} has no last.pt; give a run folder of train.py, or a checkpoint file"
+                f"{folder} has no last.pt; give a run folder of densefeed train, or a checkpoint "
+                "file"
             )
     if size < 0:
         raise UserError(f"--size is {size}, and must be a number of pixels")

@@ -37,7 +37,7 @@ CHECKED_WINDOWS = 16
 # A generator that crops at whole pixels differs by up to half of one: 1/600 of an image of 300.
 WINDOW_ERROR = 2e-3
 RELABEL = (
-    "label the images as published: python tools/relabel_imagenet.py --data IMAGES "
+    "label the images as published: densefeed label --data IMAGES "
     "--teacher dm_nfnet_f6.dm_in1k --geometry center-crop --absent zero-logit --out maps.h5"
 )
 

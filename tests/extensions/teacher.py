@@ -1,6 +1,6 @@
 """A teacher of your own: any module with a grid of features and a linear classifier.
 
-PYTHONPATH=. python tools/relabel_imagenet.py --teacher teacher:make --data DATA --out maps.h5 ...
+PYTHONPATH=. densefeed label --teacher teacher:make --data DATA --out maps.h5 ...
 """
 
 import torch

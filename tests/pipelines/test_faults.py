@@ -2,7 +2,7 @@
 file's name; never a black image, a hang or a crash.
 
 A crop is correct or refused. Damage outside the crop can remain undetected, since it is never read;
-`python tools/beton.py verify` checks everything. A JPEG without our index has no checksum, so there
+`densefeed beton verify` checks everything. A JPEG without our index has no checksum, so there
 damage is detected only where it breaks the entropy code.
 """
 

@@ -141,5 +141,5 @@ def test_training_from_much_parquet_needs_order_blocks_and_validation_does_not(
         assert max(Counter(read).values()) <= 2
     loader.close()
     monkeypatch.setattr(parquet_files, "CACHE", largest)
-    with pytest.raises(UserError, match="too large for training; pack it with tools/pack"):
+    with pytest.raises(UserError, match="too large for training; pack it with densefeed pack"):
         open_dataset(data, "train", **options)

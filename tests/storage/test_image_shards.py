@@ -371,7 +371,7 @@ def test_a_full_cache_forgets_the_row_groups_read_longest_ago(counted, monkeypat
     assert len(reads) == 6
     images.read(0), images.read(49)
     assert reads[6:] == [0]
-    with pytest.raises(UserError, match=r"too large for training; pack it with tools/pack"):
+    with pytest.raises(UserError, match=r"too large for training; pack it with densefeed pack"):
         images.blocks()
     # Room for four row groups, with the headers of Parquet's pages.
     monkeypatch.setattr(parquet_files, "CACHE", 50_000)

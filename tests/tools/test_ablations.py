@@ -118,7 +118,7 @@ def test_curves_in_the_docs_are_those_of_the_rows():
     rows = table_rows(section, 12)
     assert [name.strip("`") for _, _, name, *_ in rows] == list(TABLES["DHVT's Figures 1 and 2"])
     assert all(5 < float(top1) < 100 for _, _, _, *curve, _ in rows for top1 in curve)
-    named = section.partition("--rows ")[2].partition("\npython")[0].replace("\\", " ").split()
+    named = section.partition("--rows ")[2].partition("\ndensefeed")[0].replace("\\", " ").split()
     assert named == list(TABLES["DHVT's Figures 1 and 2"])
 
 

@@ -102,12 +102,12 @@ def test_the_recommended_command_trains_what_was_given(monkeypatch):
 @pytest.mark.parametrize(
     ("loader", "packed", "planes", "remedy"),
     [
-        ("folder", False, 0, "pack the images with tools/pack_dataset.py, or"),
-        ("dali", False, 0, "pack the images with tools/pack_dataset.py, or"),
+        ("folder", False, 0, "pack the images with densefeed pack, or"),
+        ("dali", False, 0, "pack the images with densefeed pack, or"),
         ("dali", True, 2**31, "pack them smaller"),
         # Planes or raw pixels already.
         ("ffcv", True, 0, "pack them smaller"),
-        ("ffcv", True, 2**31, "pack the images with tools/pack_dataset.py --form planes"),
+        ("ffcv", True, 2**31, "pack the images with densefeed pack --form planes"),
     ],
 )
 def test_a_slow_loader_comes_with_a_remedy(loader, packed, planes, remedy):
@@ -280,5 +280,5 @@ def test_the_command_needs_a_recipe_and_data(command):
 
 
 def test_data_that_no_loader_reads_is_refused(tmp_path, run):
-    with pytest.raises(UserError, match=r"there is no such file; make it with tools/pack_dataset"):
+    with pytest.raises(UserError, match=r"there is no such file; make it with densefeed pack"):
         run("lvvit_micro_ce", "--data", tmp_path / "nowhere.beton", *SMALL)

@@ -368,7 +368,7 @@ def test_a_run_without_an_agent_is_refused(options, joint_run):
 
 def test_the_guide_uses_files_of_the_quickstart():
     guide = (Path(__file__).parents[2] / "docs/guides/explain.md").read_text()
-    places = re.findall(r"^python tools/explain.py (\S+) --images (\S+)", guide, re.M)
+    places = re.findall(r"^densefeed explain (\S+) --images (\S+)", guide, re.M)
     steps = (Path(__file__).parents[2] / "docs/start/quickstart.md").read_text()
     assert places
     for run, images in places:

@@ -234,7 +234,7 @@ def test_the_true_boxes_are_not_replaced_by_the_numbers(run_folder, tmp_path):
 
 
 def test_missing_boxes_are_named_though_the_run_shows_no_crops(run_folder, tmp_path):
-    with pytest.raises(UserError, match=r"no.json: there is no such file; tools/make_digit_scenes"):
+    with pytest.raises(UserError, match=r"no.json: there is no such file; densefeed scenes"):
         main(Report(runs=(run_folder,), boxes=tmp_path / "no.json"))
 
 

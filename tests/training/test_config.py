@@ -77,7 +77,7 @@ def test_error_on_option_without_effect(name, fields, message):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "names no recipe; put one first, or see train.py --help"),
+        ([], "names no recipe; put one first, or see densefeed train --help"),
         (["--data", "a"], "begins with --data, which is no recipe; put one first"),
         (["lvvit_mirco_ce"], "which is no recipe; choose lvvit_micro_ce,"),
         # All that begin so, before others that are spelled alike.

@@ -38,11 +38,11 @@ def num_classes(name: str) -> int:
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
 def test_recipe_text_and_model(recipe, monkeypatch):
     about = recipe.text
-    assert f"python train.py {recipe.name} " in about
+    assert f"densefeed train {recipe.name} " in about
     micro = num_classes(recipe.name) == 10
     prose = " ".join(about.split())
     assert micro or ("Not run here." in prose and re.search(r"Table|published", prose))
-    command = re.search(r"python train.py(?:.*\\\n)*.*", about)[0].replace("\\\n", " ")
+    command = re.search(r"densefeed train(?:.*\\\n)*.*", about)[0].replace("\\\n", " ")
     config, given = recipe(), parse(command, monkeypatch)
     own = dict(leaves(config))
     free = ("data", "val", "out", "loader", "init")

@@ -220,7 +220,7 @@ def test_readers_name_the_command_that_copies():
     path = Path("s3://bucket/maps")
     merge = partial(merge_folders, out=Path("maps.h5"))
     for read in (ScoreMapStore, lambda path: merge((path,)), lambda path: verify_files((path,))):
-        with pytest.raises(UserError, match=r"^s3.*/score_maps.py fetch s3://bucket/maps maps`, a"):
+        with pytest.raises(UserError, match=r"^s3.*score-maps fetch s3://bucket/maps maps`, a"):
             read(path)
 
 

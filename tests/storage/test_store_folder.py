@@ -200,7 +200,7 @@ def test_an_altered_manifest_is_refused_by_name(stores, tmp_path, altered):
     values = json.loads((out / MANIFEST).read_text())
     ALTERED[altered](values)
     (out / MANIFEST).write_text(json.dumps(values))
-    with pytest.raises(UserError, match=rf"^{out}.*({REMEDY}|again|relabel|relabel_imagenet.py)$"):
+    with pytest.raises(UserError, match=rf"^{out}.*({REMEDY}|again|relabel|densefeed label)$"):
         ScoreMapStore(out)
 
 

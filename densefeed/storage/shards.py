@@ -1,5 +1,6 @@
 """Join the shards of a labeling: rows of earlier workers, folders of several machines, one file."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -20,6 +21,7 @@ from densefeed.storage.score_maps import (
 from densefeed.storage.shard_plan import (
     MANIFEST,
     PLAN,
+    SHARDS,
     StoredPlan,
     is_file_name,
     read_plan,
@@ -29,13 +31,22 @@ from densefeed.storage.shard_plan import (
 from densefeed.storage.store_file import StoreFile, StoreHeader
 from densefeed.storage.store_folder import Manifest, StoredShard, check_local_rows, hash_file
 from densefeed.system.errors import UserError
-from densefeed.system.files import check_absent, lock, make_folder, name_errors, replace_file
+from densefeed.system.files import (
+    check_absent,
+    create_folder,
+    lock,
+    make_folder,
+    name_errors,
+    sync_folder,
+)
 from densefeed.system.object_folder import ObjectFolder
 from densefeed.system.progress import bar
 from densefeed.system.terminal import print
 
 # Rows copied at once: 7 MB at S = 18, k = 5.
 CHUNK = 1024
+# Errors of a link to another disk, or on a file system without links.
+NO_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
 
 
 def absorb(writer: ScoreMapWriter, header: StoreHeader, path: Path) -> None:
@@ -103,17 +114,22 @@ def merge_folders(folders: tuple[Path, ...], /, out: Path, form: Form | None = N
     is_file = is_file_name(out)
     if form and not is_file:
         raise UserError(f"--form {form} is for one file; let --out end in .h5, or remove --form")
-    check_absent(out)
+    if is_file:
+        check_absent(out)
     if is_file and len(folders) == 1 and (folders[0] / MANIFEST).exists():
         store = ScoreMapStore(folders[0])
         print(summary(convert(store, out, form or store.header.form)))
         return
     plan, found = find_shards(folders)
     target = shards_folder(out) if is_file else out
-    for shard, path in bar(list(found.items()), "merge, shards"):
-        copy_shard(path, target / shard.file, shard)
-    with replace_file(target / MANIFEST) as part:
-        part.write_bytes(Manifest(plan.header, tuple(found)).to_json())
+    manifest = Manifest(plan.header, tuple(found)).to_json()
+    # An earlier call may have ended after this.
+    if ObjectFolder(target).read(MANIFEST) != manifest:
+        with create_folder(target) as part:
+            for shard, path in bar(list(found.items()), "merge, shards"):
+                copy_shard(path, part / shard.file, shard)
+            sync_folder(part / SHARDS)
+            (part / MANIFEST).write_bytes(manifest)
     store = write_file(out, form or plan.header.form) if is_file else ScoreMapStore(out)
     print(summary(store or ScoreMapStore(out)))
 
@@ -151,9 +167,12 @@ def copy_shard(path: Path, target: Path, shard: StoredShard) -> None:
     if hash_file(path) != shard.sha256:
         raise UserError(f"{path} does not match its record; remove it, and label its images again")
     make_folder(target.parent)
-    # A shard never changes, so two folders can share its file.
-    with suppress(OSError):
+    # A shard never changes, so two folders can share its file, where the file system has links.
+    try:
         os.link(path, target)
-        return
-    with replace_file(target) as part:
-        shutil.copyfile(path, part)
+    except OSError as error:
+        if error.errno not in NO_LINK:
+            # It names the source.
+            error.filename = str(target)
+            raise
+        shutil.copyfile(path, target)

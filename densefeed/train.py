@@ -222,7 +222,7 @@ def finish(run: Run, result: dict, clock: RunClock) -> dict:
         "epochs": config.optim.total_epochs,
         "seconds": round(float(seconds), 1),
         "data_wait_share": round(float(waited / seconds), 4),
-        # Of the training set; every rank has read a part of it.
+        # Samples of the training set; every rank has read a part of it.
         "skipped": run.ranks.sum(torch.tensor(run.loader.skipped)).item(),
     }
     if run.ranks.is_first:

@@ -99,7 +99,7 @@ class JointModel(WrappedModel):
         transformer's. The loss may be scaled: the projection does not depend on the norm of the
         gradients. Without shared weights there is nothing to do.
         """
-        # Of two networks with their own weights, DDP averages all gradients.
+        # DDP averages all gradients of two networks with their own weights.
         if not self.shared:
             return
         # q and k are not shared: they neither count in the norm of the transformer's gradient nor

@@ -123,7 +123,7 @@ def _read_pairs(path: Path) -> Iterator[tuple[str, str, str | None]]:
         raise UserError(f"{path} is not text; a class map is JSON or CSV") from None
     if "\0" in text:
         raise UserError(
-            f"{path} is no class map: it has zero bytes, or more than {MOST_BYTES:,} bytes; "
+            f"{path} is not a class map: it has zero bytes, or more than {MOST_BYTES:,} bytes; "
             "a class map is JSON or CSV"
         )
     return (_parse_json if path.suffix.lower() == ".json" else _parse_csv)(path, text)

@@ -346,7 +346,7 @@ def drop_damaged_shards(objects: Objects, shards: list[PlannedShard]) -> bool:
         record = decode_record(shard.name, content)
         planned = len(shard.rows), shard.header.fingerprint
         if record and (record.rows, record.fingerprint) == planned:
-            fault, path = "is missing or was cut", objects.root / record.file
+            fault, path = "is missing or truncated", objects.root / record.file
             # A list may be of before the file was published.
             if record.bytes == there.get(path.name) or record.bytes == objects.size(record.file):
                 sound += 1
@@ -404,7 +404,7 @@ def check_stored(objects: Objects, plan: Plan) -> None:
 
 
 def complete(objects: Objects, plan: Plan) -> ScoreMapStore | None:
-    """Write the manifest of a store that has all shards, and remove all that is no part of it.
+    """Write the manifest of a store that has all shards, and remove all that does not belong to it.
 
     Returns None if another worker wrote it before, or if it is in object storage, which readers do
     not open. UserError if the images have changed since this worker joined.

@@ -202,7 +202,7 @@ def open_loaders(config: Config) -> dict[tuple[str, int], ThreadedLoader]:
 
 
 def is_packed(config: Config) -> bool:
-    """Whether the training set is no folder of images."""
+    """Whether the training set is not a folder of images."""
     return not Path(str(config.data.train)).is_dir()
 
 

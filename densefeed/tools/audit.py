@@ -43,7 +43,7 @@ from densefeed.system.terminal import print
 NUM_OVERLAYS, NUM_DISAGREEMENTS = 12, 24
 # Longer side of a picture, pixels.
 PICTURE_SIDE = 224
-# Of more classes the page lists the best and the worst.
+# With more classes the page lists the best and the worst.
 FEW_CLASSES = 30
 # While one of these checks has a fault, the agreement with the labels is no measure of the teacher.
 BEFORE_ACCURACY = ("logits", "images", "class names", "class list", "labels", "rows")

@@ -84,7 +84,7 @@ def distinct_stems(store: ScoreMapStore) -> list[str]:
     owner = {}
     for path in store.paths():
         stem = map_stem(path, whole=False)
-        # Of `a//x.jpg` the last two parts are `/x`, which is absolute.
+        # The last two parts of `a//x.jpg` are `/x`, which is absolute.
         if fault := find_path_fault(path) or find_path_fault(f"{stem}.pt"):
             raise UserError(
                 f"{store.path} names the image {path[:SHOWN]!r}, which {fault}; nothing can be "

@@ -181,7 +181,7 @@ class GpuCheck(Options):
         super().__post_init__()
         for name in self.only:
             if name not in NAMES:
-                raise UserError(f"--only {name} is no stage; choose of {', '.join(NAMES)}")
+                raise UserError(f"--only {name} is not a stage; choose of {', '.join(NAMES)}")
 
 
 def main(check: GpuCheck) -> None:

@@ -209,7 +209,7 @@ def check_recipe(words: list[str], recipes: list[str]) -> None:
     word = words[0] if words else ""
     if word in (*recipes, "-h") or word.startswith(("--help", "--tyro")):
         return
-    named = f"begins with {word}, which is no recipe" if word else "names no recipe"
+    named = f"begins with {word}, which is not a recipe" if word else "names no recipe"
     like = [name for name in recipes if word and name.startswith(word)]
     close = ", ".join((like or get_close_matches(word, recipes))[:3])
     remedy = f"choose {close}, or see" if close else "put one first, or see"

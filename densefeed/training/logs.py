@@ -162,13 +162,13 @@ def parse_record(line: bytes) -> dict:
     """
     record = parse_json(line)
     if not isinstance(record, dict) or not record.keys() >= {"kind", "step", "epoch"}:
-        raise ValueError("it is no object with kind, step and epoch")
+        raise ValueError("it is not an object with kind, step and epoch")
     if type(record["kind"]) is not str or type(record["step"]) is not int or record["step"] < 0:
-        raise ValueError("its kind is no text, or its step no integer from 0")
+        raise ValueError("its kind is not a text, or its step not an integer from 0")
     for name in (name for name in record if name != "kind"):
         value = record[name]
         if not is_number(value) or abs(value) >= MOST:
-            raise ValueError(f"{name!r} is no number, or beyond float32")
+            raise ValueError(f"{name!r} is not a number, or beyond float32")
         if name.startswith(("top1", "top5")) and not 0 <= value <= 1:
             raise ValueError(f"{name!r} is {value:g}, but a share is from 0 to 1")
     return record

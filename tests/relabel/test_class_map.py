@@ -77,8 +77,8 @@ def test_errors_of_a_csv_map_are_reported(tmp_path):
         ("map.csv", b'tabby,cat\n"poodle,dog\n1,dog\n', r", line 3 is no CSV \(unexpected end"),
         ("map.csv", b'tabby,cat\n"poodle"s,dog\n', r", line 2 is no CSV \(',' expected after"),
         ("map.csv", b"tabby,cat\n%s,dog\n" % (b"x" * 200_000), r", line 2 is no CSV \(field"),
-        ("map.csv", b"tabby,c\0at\n", r"is no class map: it has zero bytes"),
-        ("map.json", b"{}\0", r"is no class map: it has zero bytes"),
+        ("map.csv", b"tabby,c\0at\n", r"is not a class map: it has zero bytes"),
+        ("map.json", b"{}\0", r"is not a class map: it has zero bytes"),
         ("map.csv", "tabby,cat\n".encode("utf-16"), r"is not text"),
         ("map.csv", b"\r\r\ntabby,cat\rpoodle\r", r", line 4: 'poodle' has 1 columns"),
     ],
@@ -94,7 +94,9 @@ def test_huge_and_irregular_class_maps_are_refused(tmp_path):
     """A file without end, a pipe without a writer, and one that a thousand class maps fit into."""
     with (tmp_path / "map.csv").open("wb") as file:
         file.truncate(2**40)
-    with pytest.raises(UserError, match=r"map.csv is no class map: it has .* more than 33,553,920"):
+    with pytest.raises(
+        UserError, match=r"map.csv is not a class map: it has .* more than 33,553,920"
+    ):
         read_class_map(tmp_path / "map.csv", TEACHER, 4, DATA)
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", "/dev/zero"):

@@ -137,7 +137,7 @@ def test_named_images_and_lost_shards_are_labeled_again(many, whole, bucket, tmp
     ObjectStore(out).remove(first)
     assert measure_status(out).shards_done == len(plan(many).shards) - 2
     join(many, out)
-    assert "is missing or was cut" in capsys.readouterr().out
+    assert "is missing or truncated" in capsys.readouterr().out
     assert objects(out) == files(whole)
 
 

@@ -177,7 +177,9 @@ def test_make_gpu_check_sets_nothing_up():
 
 
 def test_unknown_stages_are_refused():
-    with pytest.raises(UserError, match="--only step is no stage; choose of tests, step-lvvit-s"):
+    with pytest.raises(
+        UserError, match="--only step is not a stage; choose of tests, step-lvvit-s"
+    ):
         GpuCheck(only=("step",))
 
 

@@ -78,10 +78,13 @@ def test_error_on_option_without_effect(name, fields, message):
     ("words", "message"),
     [
         ([], "names no recipe; put one first, or see densefeed train --help"),
-        (["--data", "a"], "begins with --data, which is no recipe; put one first"),
-        (["lvvit_mirco_ce"], "which is no recipe; choose lvvit_micro_ce,"),
+        (["--data", "a"], "begins with --data, which is not a recipe; put one first"),
+        (["lvvit_mirco_ce"], "which is not a recipe; choose lvvit_micro_ce,"),
         # All that begin so, before others that are spelled alike.
-        (["lvvit_s", "--data", "a"], "is no recipe; choose lvvit_s_224_token_label, lvvit_s_224_"),
+        (
+            ["lvvit_s", "--data", "a"],
+            "is not a recipe; choose lvvit_s_224_token_label, lvvit_s_224_",
+        ),
         (["lvvit_micro_ce"], ""),
         (["--help"], ""),
         (["-h"], ""),

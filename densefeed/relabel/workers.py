@@ -86,6 +86,8 @@ def label(
     is left. Raises UserError if `out` is of another labeling.
     """
     images, header = work.images, work.header
+    if share != ALL and isinstance(out, ObjectURL):
+        raise UserError(f"--shard is for machines that share no storage; remove it to join {out}")
     if not is_file_name(out):
         plan = plan_shards(images, header, shard_images)
         return join_workers(work, out, plan, share, shows, seconds)
@@ -95,38 +97,49 @@ def label(
             f"give --out {out.stem}"
         )
     if out.exists():
+        print(f"{out} is finished already")
         return reopen(out, header)
     plan = plan_shards(images, replace(header, form="raw"), shard_images, work.batch)
     try:
-        join_workers(work, shards_folder(out), plan, share, shows, seconds)
-        return write_file(out, header.form)
+        join_workers(work, shards_folder(out), plan, share, shows, seconds, out.exists)
+        if store := write_file(out, header.form):
+            return store
     except (UserError, FileNotFoundError):
-        # Another worker has finished the file and removed the shards, of which this one may have
-        # begun one again.
         if not out.exists():
             raise
-        remove_shards(out)
-        return None
+    # Another worker has finished the file and removed the shards, of which this one may have begun
+    # some again.
+    reopen(out, header)
+    return None
 
 
 def reopen(out: Path, header: StoreHeader) -> ScoreMapStore:
-    """Return the finished file of this labeling; UserError if it is another."""
+    """Return the finished file and remove its shards; UserError if it is of another labeling."""
     with suppress(UserError):
         store = ScoreMapStore(out)
         if store.header == header:
-            # It was killed between the last two steps.
             remove_shards(out)
-            print(f"{out} is finished already")
             return store
     raise UserError(f"{out} exists already; remove it or choose another --out")
 
 
 def join_workers(
-    work: Pass, out: Path | ObjectURL, plan: Plan, share: Share, shows: bool, seconds: float
+    work: Pass,
+    out: Path | ObjectURL,
+    plan: Plan,
+    share: Share,
+    shows: bool,
+    seconds: float,
+    is_finished: Callable[[], bool] = lambda: False,
 ) -> ScoreMapStore | None:
-    """Label those shards of `plan` into the folder `out` that no other worker labels."""
+    """Label those shards of `plan` into the folder `out` that no other worker labels.
+
+    None if all `is_finished` once the plan is there.
+    """
     objects = open_objects(out)
     share_plan(objects, plan)
+    if is_finished():
+        return None
     shards = plan.shards[share.index :: share.of]
     drop_damaged_shards(objects, shards)
     with objects.make_parts() as parts:

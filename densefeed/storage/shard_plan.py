@@ -470,5 +470,8 @@ def print_status(out: Location, /) -> None:
 
     OUT is what was given to the labeling. It can be run on any machine that sees it.
     """
+    if is_file_name(out) and out.exists() and not shards_folder(out).exists():
+        print(f"{out} is finished")
+        return
     for line in measure_status(out).lines():
         print(line)

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
+from pathlib import Path
 from uuid import uuid4
 
 from densefeed.system.errors import UserError
@@ -56,20 +57,24 @@ def name_worker() -> str:
 
 
 def name_place() -> str:
-    """Name where a PID is valid: the host and, in a container, its own namespace."""
-    # Only Linux has namespaces.
+    """Name where a PID is valid: the running system and, in a container, its own namespace.
+
+    Empty where that is not known. Hosts may have equal names, as copies of one image have.
+    """
+    # Only Linux has these.
     with suppress(OSError):
-        return f"{socket.gethostname()}:{os.stat('/proc/self/ns/pid').st_ino}"
-    return f"{socket.gethostname()}:0"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()}/{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    return ""
 
 
 def has_ended(worker: str) -> bool:
     """Whether a process of `name_worker` ran here and ended: killed, it released nothing."""
-    place, _, rest = worker.rpartition(":")[0].rpartition(":")
-    if place != name_place() or not rest.isdecimal():
+    place, _, number = worker.rpartition(":")[0].rpartition(":")
+    if not place or place != name_place() or not number.isdecimal():
         return False
     try:
-        os.kill(int(rest), 0)
+        os.kill(int(number), 0)
     except (ProcessLookupError, OverflowError):
         return True
     except PermissionError:

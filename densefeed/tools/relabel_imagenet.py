@@ -157,7 +157,7 @@ def main(labeling: Labeling) -> None:
         print(summary(store))
         accuracy = 100 * measure_accuracy(store)
         print(f"accuracy of the stored maps against the image labels: {accuracy:.1f} %")
-    elif share != ALL:
+    elif share != ALL and is_first:
         print(
             f"shards {labeling.shard} of {labeling.out} are finished; join them with the others by "
             "`densefeed score-maps merge`"

@@ -78,7 +78,7 @@ def result(runtime, run_once, tmp_path, request):
     def run(names):
         jobs, found = tmp_path / "jobs.json", tmp_path / "results.json"
         jobs.write_text(json.dumps([describe(name) for name in names]))
-        limit = SLOW_LIMIT if names is RECIPES or names[0].endswith(SLOW) else LIMIT
+        limit = SLOW_LIMIT if names == list(RECIPES) or names[0].endswith(SLOW) else LIMIT
         done = build.run(["-m", "tests.pretended.runs", jobs, found], runtime, limit, devices=2)
         assert done.code == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
         return json.loads(found.read_text())
@@ -87,7 +87,7 @@ def result(runtime, run_once, tmp_path, request):
         # The second device last: it remains the current one.
         fast = [n for n in TRAININGS if not n.endswith(SLOW)]
         fast += ["calls", "kernels", "cuda:1"]
-        names = RECIPES if name in RECIPES else [name] if name.endswith(SLOW) else fast
+        names = list(RECIPES) if name in RECIPES else [name] if name.endswith(SLOW) else fast
         return run_once(names[0].replace(" ", "-"), lambda: run(names))[name]
 
     return get

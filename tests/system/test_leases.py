@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import queue
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -12,7 +14,16 @@ from pathlib import Path
 import pytest
 
 from densefeed.system import leases as module
-from densefeed.system.leases import Beat, LeaseLostError, Leases, lease_key, list_holders
+from densefeed.system.leases import (
+    Beat,
+    LeaseLostError,
+    Leases,
+    has_ended,
+    lease_key,
+    list_holders,
+    name_place,
+    name_worker,
+)
 from densefeed.system.object_folder import ObjectFolder, open_objects
 from densefeed.system.object_url import ObjectURL
 
@@ -133,6 +144,8 @@ def claim_all(place: Path | ObjectURL, count: int, rounds: int, start, results) 
         workers = Leases(open_objects(place / str(round_)))
         got = [name for name in map(str, range(count)) if workers.claim(name)]
         results.put([f"{round_}/{name}" for name in got])
+    # The lease of a process that has ended is free.
+    start.wait(60)
 
 
 def take(results, children: list):
@@ -204,3 +217,24 @@ def test_expired_leases_that_many_threads_want_get_one_holder(tmp_path, clock):
         for thread in threads:
             thread.join(10)
         assert [lease.generation for lease in got if lease] == [generation]
+
+
+def test_the_lease_of_a_process_that_ended_here_is_free_at_once(tmp_path):
+    """And only of one that ran in this system: hosts may have equal names, and PIDs repeat."""
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    ended = name_worker().replace(f":{os.getpid()}:", f":{child.pid}:")
+    host, boot, space = name_place().split("/")
+    assert has_ended(ended)
+    assert not has_ended(name_worker())
+    assert not has_ended(ended.replace(boot, "another"))
+    assert not has_ended(ended.replace(space, "1"))
+    assert not has_ended(f"{host}:{child.pid}:0")
+    for worker in ("", ":", "::", "x:y:z", f"{name_place()}:{10**30}x:0"):
+        assert not has_ended(worker)
+    leases = Leases(ObjectFolder(tmp_path), seconds=60)
+    lease = leases.claim("work")
+    assert leases.claim("work") is None
+    lease.beat.worker = ended
+    lease.renew()
+    assert leases.claim("work").generation == 2

@@ -276,7 +276,7 @@ def test_the_command_needs_a_recipe_and_data(command):
     assert "--data" in done.stderr
     done = command("tools/advise.py", "--data", "x.beton")
     assert done.returncode == 2
-    assert "no recipe" in done.stderr
+    assert "not a recipe" in done.stderr
 
 
 def test_data_that_no_loader_reads_is_refused(tmp_path, run):

@@ -42,7 +42,6 @@ import os
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-import torch
 from tyro.conf import UseAppendAction
 
 from densefeed.relabel.audit import measure_accuracy
@@ -57,6 +56,7 @@ from densefeed.storage.geometry import Geometry
 from densefeed.storage.images import DecodeOptions, Images, limit_pixels
 from densefeed.storage.maintenance import summary
 from densefeed.storage.row_codecs import Absent, Form
+from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.storage.shard_plan import SHARD_IMAGES
 from densefeed.system.devices import DeviceOptions, ThreadOptions, choose_rank_device
 from densefeed.system.errors import UserError, make_command
@@ -134,45 +134,47 @@ def check_engine(labeling: Labeling) -> None:
 def main(labeling: Labeling) -> None:
     """Label the images, then print the accuracy of the stored maps."""
     check_engine(labeling)
-    if labeling.engine == "ray":
-        run_on_ray(
-            replace(labeling, engine="none", num_workers=0, gpus_per_worker=1.0),
-            main,
-            labeling.num_workers,
-            labeling.gpus_per_worker,
-        )
-        return
-    limit_pixels(labeling.max_pixels)
-    device, is_first = choose_rank_device(labeling.device), os.environ.get("RANK", "0") == "0"
-    share = Share.parse(labeling.shard) if labeling.shard else ALL
-    work = begin(labeling, device, is_first)
+    out, is_first = labeling.out, os.environ.get("RANK", "0") == "0"
     if labeling.dry_run:
-        for line in estimate_pass(work).lines():
+        for line in estimate_pass(begin(labeling, is_first)).lines():
             print(line)
         return
-    store = label(
-        work, labeling.out, shard_images=labeling.shard_images, share=share, shows=is_first
-    )
+    if labeling.engine == "ray":
+        # Workers take the options without those of the engine.
+        options = replace(labeling, engine="none", num_workers=0, gpus_per_worker=1.0)
+        run_on_ray(options, label_shards, labeling.num_workers, labeling.gpus_per_worker)
+        store = None if isinstance(out, ObjectURL) else ScoreMapStore(out)
+    else:
+        store = label_shards(labeling, is_first)
     if store is not None:
         print(summary(store))
         accuracy = 100 * measure_accuracy(store)
         print(f"accuracy of the stored maps against the image labels: {accuracy:.1f} %")
-    elif share != ALL and is_first:
+    elif labeling.shard and is_first:
         print(
-            f"shards {labeling.shard} of {labeling.out} are finished; join them with the others by "
+            f"shards {labeling.shard} of {out} are finished; join them with the others by "
             "`densefeed score-maps merge`"
         )
-    elif isinstance(labeling.out, ObjectURL):
-        print(
-            f"{labeling.out} is finished; copy it with `densefeed score-maps fetch "
-            f"{labeling.out} maps`"
-        )
+    elif isinstance(out, ObjectURL):
+        print(f"{out} is finished; copy it with `densefeed score-maps fetch {out} maps`")
     elif is_first:
-        print(f"{labeling.out} is finished")
+        print(f"{out} is finished")
 
 
-def begin(labeling: Labeling, device: torch.device, shows: bool) -> Pass:
+def label_shards(labeling: Labeling, shows: bool = False) -> ScoreMapStore | None:
+    """Label as one of the workers; the store in the one that completes it.
+
+    `shows`: whether this process shows the progress of all.
+    """
+    share = Share.parse(labeling.shard) if labeling.shard else ALL
+    work = begin(labeling, shows)
+    return label(work, labeling.out, shard_images=labeling.shard_images, share=share, shows=shows)
+
+
+def begin(labeling: Labeling, shows: bool) -> Pass:
     """Open the images and load the teacher. `shows`: print what is to be known of its weights."""
+    limit_pixels(labeling.max_pixels)
+    device = choose_rank_device(labeling.device)
     images = Images(labeling.data, labeling.dataset, labeling.split)
     teacher, name = load_teacher(
         labeling.teacher,

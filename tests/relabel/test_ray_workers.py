@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import timm
 import torch
+import tyro
 import yaml
 from PIL import Image
 from safetensors.torch import save_file
 
 from densefeed.system.errors import UserError
+from densefeed.tools import relabel_imagenet
 from densefeed.tools.relabel_imagenet import Labeling, main
 
 ROOT = Path(__file__).parents[2]
@@ -61,6 +63,22 @@ def whole(words, tmp_path_factory, command) -> dict[str, bytes]:
     done = command("tools/relabel_imagenet.py", *words, "--out", out)
     assert done.returncode == 0, done.stderr
     return files(out)
+
+
+def test_the_driver_prints_the_accuracy_when_its_workers_have_ended(
+    words, tmp_path, monkeypatch, capsys
+):
+    """A worker that prints it may be cancelled: the others have ended long before."""
+
+    def run(labeling, label, workers, gpus_each):
+        assert (labeling.engine, workers, gpus_each) == ("none", 2, 0.5)
+        for _ in range(workers):
+            label(labeling)
+
+    monkeypatch.setattr(relabel_imagenet, "run_on_ray", run)
+    engine = ["--engine", "ray", "--num-workers", "2", "--gpus-per-worker", "0.5"]
+    main(tyro.cli(Labeling, args=[*words, "--out", str(tmp_path / "maps"), *engine]))
+    assert capsys.readouterr().out.count("accuracy of the stored maps") == 1
 
 
 def files(out: Path) -> dict[str, bytes]:
@@ -122,6 +140,7 @@ def test_a_cluster_that_loses_and_gains_nodes_gives_the_same_bytes(words, whole,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert files(out) == whole
+    assert len(re.findall("^accuracy of the stored maps", done.stdout, re.M)) == 1
     count = int(re.search(r"^(\d+) processes$", done.stdout, re.M)[1])
     assert count >= 4, done.stdout[-3000:]
 

@@ -21,14 +21,6 @@ ZEROS = bytes(BLOCK)
 MOST_HEADER = 2**16
 # Bytes after the end mark: tar fills a record of 10 KiB by default, 20 times that is rare.
 MOST_FILL = 2**18
-# First bytes of compressed files.
-COMPRESSED = {
-    b"\x1f\x8b": "gzip",
-    b"BZh": "bzip2",
-    b"\xfd7zXZ": "xz",
-    b"\x28\xb5\x2f\xfd": "zstd",
-    b"\x04\x22\x4d\x18": "lz4",
-}
 # Types of members, from POSIX's ustar and pax and from GNU tar.
 FILES, FOLDER = (b"0", b"\0", b"7"), b"5"
 LONG_NAME, LONG_LINK, PAX, PAX_ALL = b"L", b"K", b"x", b"g"
@@ -73,10 +65,9 @@ def read_members(file: io.BufferedReader, path: Path) -> Iterator[Member]:
     """
     size, at, extended = file.seek(0, io.SEEK_END), 0, {}
     while (head := read_block(file, at)) != ZEROS:
-        if len(head) < BLOCK:
-            raise explain_end(path, head, at)
         kind, length = head[156:157], read_number(head[124:136])
-        if length is None or read_number(head[148:156]) != checksum(head):
+        whole = len(head) == BLOCK and length is not None
+        if not whole or read_number(head[148:156]) != checksum(head):
             raise explain_damage(path, head, at)
         length = extended.get("size", length) if kind in FILES else length
         data = at + BLOCK
@@ -118,16 +109,11 @@ def checksum(head: bytes) -> int:
 
 def read_number(field: bytes) -> int | None:
     """Read an octal number, or a binary one that begins with 0x80; None for anything else."""
-    if field[0] == 0x80:
+    if field[:1] == b"\x80":
         return int.from_bytes(field[1:], "big")
     digits = field.strip(b" \0")
-    if not digits:
-        return 0
     # `int` also takes signs and underscores.
-    try:
-        return int(digits, 8) if digits.isdigit() else None
-    except ValueError:
-        return None
+    return int(digits or b"0", 8) if re.fullmatch(b"[0-7]*", digits) else None
 
 
 def read_name(head: bytes) -> str:
@@ -183,30 +169,12 @@ def parse_pax(content: bytes) -> dict[bytes, bytes] | None:
     return values if re.fullmatch(rb"\d{1,18}", size) else None
 
 
-def explain_end(path: Path, head: bytes, at: int) -> UserError:
-    """Return the error of a file that ends before the end mark."""
-    if name := find_compression(head):
-        return refuse_compressed(path, name)
-    if at == 0:
-        return UserError(f"{path} is not a tar file; replace or remove it")
-    return UserError(f"{path} has no end mark, so it may be truncated; copy or write it again")
-
-
 def explain_damage(path: Path, head: bytes, at: int) -> UserError:
-    """Return the error of a block that is not a header."""
-    if at == 0 and (name := find_compression(head)):
-        return refuse_compressed(path, name)
+    """Return the error of a block at byte `at` that is not a header, or not whole."""
     if at == 0:
-        return UserError(f"{path} is not a tar file; replace or remove it")
+        return UserError(
+            f"{path} is not an uncompressed tar file; decompress, replace or remove it"
+        )
+    if len(head) < BLOCK:
+        return UserError(f"{path} has no end mark, so it may be truncated; copy or write it again")
     return UserError(f"{path} is damaged at byte {at:,}; copy or write it again")
-
-
-def find_compression(head: bytes) -> str:
-    return next((name for mark, name in COMPRESSED.items() if head.startswith(mark)), "")
-
-
-def refuse_compressed(path: Path, name: str) -> UserError:
-    return UserError(
-        f"{path} is compressed with {name}, and reading single images needs an uncompressed tar; "
-        "decompress it"
-    )

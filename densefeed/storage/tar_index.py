@@ -140,7 +140,11 @@ def group_members(file: BufferedReader, path: Path | ObjectURL) -> tuple[list[Sa
         setattr(sample, kind, member)
         # Read here, where the walk has just been: an object is then read once.
         if kind == "cls" or (kind == "json" and not sample.cls):
-            sample.label = try_label(file, path, member, kind)
+            try:
+                sample.label = read_label(file, path, member, kind)
+            # It counts only if the sample has an image.
+            except UserError as error:
+                sample.label = error
     return list(samples.values()), others
 
 
@@ -154,41 +158,25 @@ def split_name(name: str) -> tuple[str, str]:
     return folder + slash + stem, kind if stem else ""
 
 
-def try_label(
+def read_label(
     file: BufferedReader, path: Path | ObjectURL, member: Member, kind: str
-) -> int | UserError | None:
-    """Return the label in a member, or the error: it counts only if the sample has an image."""
+) -> int | None:
+    """Return the label in a `.cls` or a `.json`, None if that has none. UserError if invalid."""
+    where, most = f"{path}/{member.name}", MOST_CLS if kind == "cls" else MOST_JSON
+    if member.size > most:
+        raise UserError(
+            f"{where} has {member.size:,} bytes, more than the {most:,} of a label; write the tar "
+            "again"
+        )
+    file.seek(member.offset)
+    content = file.read(member.size)
+    if kind == "cls":
+        digits = content.strip()
+        return check_label(int(digits) if digits.isdigit() else digits.decode("latin-1"), where)
     try:
-        return (read_cls if kind == "cls" else read_json)(file, path, member)
-    except UserError as error:
-        return error
-
-
-def read_cls(file: BufferedReader, path: Path | ObjectURL, member: Member) -> int:
-    """Return the label in a `.cls`. UserError if it is invalid."""
-    digits = read_content(file, path, member, MOST_CLS).strip()
-    label = int(digits) if digits.isdigit() else digits.decode("latin-1")
-    return check_label(label, f"{path}/{member.name}")
-
-
-def read_json(file: BufferedReader, path: Path | ObjectURL, member: Member) -> int | None:
-    """Return `label` of a `.json`, None if it has none. UserError if it is invalid."""
-    where = f"{path}/{member.name}"
-    try:
-        values = parse_json(read_content(file, path, member, MOST_JSON))
+        values = parse_json(content)
     except ValueError as error:
         raise UserError(f"{where} is not JSON ({error}); write the tar again") from None
     if not isinstance(values, dict) or "label" not in values:
         return None
     return check_label(values["label"], where)
-
-
-def read_content(file: BufferedReader, path: Path | ObjectURL, member: Member, most: int) -> bytes:
-    """Read a small member. UserError if it has more than `most` bytes."""
-    if member.size > most:
-        raise UserError(
-            f"{path}/{member.name} has {member.size:,} bytes, more than the {most:,} of a label; "
-            "write the tar again"
-        )
-    file.seek(member.offset)
-    return file.read(member.size)

@@ -3,6 +3,7 @@
 Hostile ones end in one sentence.
 """
 
+import gzip
 import json
 import subprocess
 import sys
@@ -185,11 +186,7 @@ def with_header(change):
     return rewrite
 
 
-def compress(module: str):
-    return lambda content: __import__(module).compress(bytes(content))
-
-
-ONE = files("cat/a.jpg")
+ONE, NO_TAR = files("cat/a.jpg"), "is not an uncompressed tar file; decompress, replace or"
 HOSTILE_TARS = {
     "absolute": (files("/etc/a.jpg"), "the name '/etc/a.jpg' is absolute"),
     "outside": (files("cat/../../a.jpg"), r"leaves its folder by `\.\.`"),
@@ -212,26 +209,24 @@ HOSTILE_TARS = {
     ),
     "two images": (files("cat/a.jpg", "cat/a.mask.png"), "two files of one sample"),
     "not UTF-8": (changed(ONE, with_header(lambda c: c.__setitem__(4, 255))), "is not UTF-8"),
-    "gzip": (changed(ONE, compress("gzip")), "is compressed with gzip"),
-    "bzip2": (changed(ONE, compress("bz2")), "is compressed with bzip2"),
-    "xz": (changed(ONE, compress("lzma")), "is compressed with xz"),
+    "gzip": (changed(ONE, lambda c: gzip.compress(bytes(c))), NO_TAR),
     "cut in a file": (
         changed(files("cat/a.jpg", cat=JPEG * 99), lambda c: c[:600]),
         "has no end mark|is truncated",
     ),
     "cut in a header": (changed(ONE, lambda c: c[:1300]), "has no end mark"),
     "cut between files": (changed(ONE, lambda c: c[:1024]), "has no end mark"),
-    "empty": (changed(ONE, lambda c: b""), "is not a tar file"),
-    "no tar": (changed(ONE, lambda c: b"x" * 5000), "is not a tar file"),
+    "empty": (changed(ONE, lambda c: b""), NO_TAR),
+    "no tar": (changed(ONE, lambda c: b"x" * 5000), NO_TAR),
     "joined": (changed(ONE, lambda c: c + c), "holds data behind its end mark"),
-    "bit": (changed(ONE, lambda c: c[:3] + b"\1" + c[4:]), "is not a tar file"),
+    "bit": (changed(ONE, lambda c: c[:3] + b"\1" + c[4:]), NO_TAR),
     "huge": (
         changed(ONE, with_header(lambda c: c.__setitem__(slice(124, 136), b"7" * 11 + b"\0"))),
         "a member ends behind its end",
     ),
     "negative": (
         changed(ONE, with_header(lambda c: c.__setitem__(slice(124, 136), b"\xff" * 12))),
-        "is not a tar file",
+        NO_TAR,
     ),
     "binary size": (
         changed(ONE, with_header(lambda c: c.__setitem__(slice(124, 136), b"\x80" + b"\x7f" * 11))),
@@ -271,7 +266,7 @@ def test_tars_named_as_compressed_ones_are_refused(tmp_path):
     assert Images(tmp_path).paths == ["cat/a.jpg"]
     with tarfile.open(tmp_path / "0.tar.gz", "w:gz") as tar:
         tar.add(__file__, "a.jpg")
-    with pytest.raises(UserError, match="is compressed with gzip, and reading single images needs"):
+    with pytest.raises(UserError, match=NO_TAR):
         Images(tmp_path)
 
 

@@ -136,7 +136,7 @@ def test_a_shard_that_is_replaced_meanwhile_is_an_error_and_then_the_new_one(
     ("kind", "damage", "said"),
     [
         ("tar", lambda old: old[: len(old) // 2], "is truncated: a member ends|has no end mark"),
-        ("tar", lambda old: b"\x1f\x8b" + old[2:], "is compressed with gzip"),
+        ("tar", lambda old: b"\x1f\x8b" + old[2:], "is not an uncompressed tar file"),
         ("parquet", lambda old: old[: len(old) // 2], "is not a Parquet file, or is damaged"),
     ],
 )

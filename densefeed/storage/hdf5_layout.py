@@ -16,6 +16,7 @@ import struct
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
+import h5py
 import numpy as np
 
 # Signature; versions 0 of the superblock and its parts; offsets and lengths of 8 bytes.
@@ -183,18 +184,9 @@ def parse_shape(dataspace: bytes) -> tuple[int, ...]:
     return unpack(f"<{rank}Q", dataspace, 8)
 
 
-def describe_number(dtype: np.dtype) -> bytes:
-    """Return the datatype message of a number, without its padding."""
-    size, bits = dtype.itemsize, 8 * dtype.itemsize
-    if dtype.kind != "f":
-        return struct.pack("<BBBBIHH", 0x10, 8 * (dtype.kind == "i"), 0, 0, size, 0, bits)
-    info = np.finfo(dtype)
-    fields = info.nmant, info.nexp, 0, info.nmant, info.maxexp - 1
-    return struct.pack("<BBBBIHHBBBBI", 0x11, 0x20, bits - 1, 0, size, 0, bits, *fields)
-
-
+# Numbers by their datatype messages, which follow two bytes in an encoded type.
 NUMBERS = {
-    describe_number(np.dtype(name)): np.dtype(name)
+    h5py.h5t.py_create(np.dtype(name)).encode()[2:]: np.dtype(name)
     for name in ("|u1", "<u2", "<u4", "<i8", "<f2", "<f4", "<f8")
 }
 

@@ -147,18 +147,8 @@ class Images:
     """
 
     def __init__(self, root: Path | ObjectURL, dataset: str = "", split: str = "train") -> None:
-        root = root if isinstance(root, ObjectURL) else Path(root)
-        self._take(root, datasets.find(root, dataset, split))
-
-    @classmethod
-    def from_found(cls, root: Path | ObjectURL, found: datasets.Found) -> "Images":
-        """Return images that were found already, below `root`."""
-        images = cls.__new__(cls)
-        images._take(root, found)
-        return images
-
-    def _take(self, root: Path | ObjectURL, found: datasets.Found) -> None:
-        self.root = root
+        self.root = root if isinstance(root, ObjectURL) else Path(root)
+        found = datasets.find(self.root, dataset, split)
         self.paths, self.labels, self.class_names = found.paths, found.labels, found.class_names
         self.open, self.where = found.open, found.where
         self._blocks = getattr(found, "blocks", None)

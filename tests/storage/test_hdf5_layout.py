@@ -6,14 +6,7 @@ import h5py
 import numpy as np
 import pytest
 
-from densefeed.storage.hdf5_layout import (
-    FILTERS,
-    LAYOUT,
-    LayoutError,
-    describe_number,
-    parse_type,
-    read_layout,
-)
+from densefeed.storage.hdf5_layout import FILTERS, LAYOUT, LayoutError, read_layout
 
 TYPES = ("|u1", "<u2", "<u4", "<i8", "<f2", "<f4", "<f8", "S1", "S300")
 
@@ -48,15 +41,6 @@ def test_datasets_and_attributes_equal_those_of_h5py(tmp_path):
         for name, dataset in found.datasets.items():
             theirs = file[name]
             assert dataset == (theirs.dtype, theirs.shape, theirs.id.get_offset())
-
-
-@pytest.mark.parametrize("name", TYPES[:7])
-def test_types_of_numbers_are_described_as_h5py_does(name):
-    dtype = np.dtype(name)
-    assert h5py.h5t.decode(h5py.h5t.py_create(dtype).encode()).dtype == dtype
-    # The encoding of a type begins with two bytes of its own.
-    assert describe_number(dtype) in h5py.h5t.py_create(dtype).encode()
-    assert parse_type(describe_number(dtype) + bytes(4)) == dtype
 
 
 @pytest.mark.parametrize("name", [">u2", ">f4", "<i2", "<u8", "<c8", "?", "V3"])

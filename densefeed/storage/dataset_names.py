@@ -1,12 +1,17 @@
 """Names and numbers that datasets have in common: splits, classes, labels, image files."""
 
+import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from densefeed.system.errors import UserError
+from densefeed.system.files import find_path_fault
+from densefeed.system.object_url import ObjectURL
+from densefeed.system.terminal import print
 
 # The synonyms that timm accepts, in its order.
 SPLITS = (("train", "training"), ("val", "valid", "validation", "eval", "evaluation"), ("test",))
@@ -29,8 +34,44 @@ def natural_key(text: str) -> list[str | int]:
     return [int(s) if s.isdecimal() else s for s in re.split(r"(\d+)", text.lower())]
 
 
-def number_folders(folders: Sequence[str]) -> tuple[np.ndarray, list[str]]:
-    """Number the class folders of N images in timm's order; return int64 `[N]`, and the names."""
+def choose_home(root: Path | ObjectURL, there: set[str], split: str) -> Path | ObjectURL:
+    """Return the folder of `split`, or `root`, which holds the folders `there`.
+
+    UserError if it holds splits but not this one: timm would read all of them as one split.
+    """
+    name = next((name for name in find_synonyms(split) if name in there), None)
+    if name is None and there & set().union(*SPLITS):
+        raise UserError(
+            f"{root} holds {', '.join(sorted(there))} but no folder {split!r}; name one of them, "
+            "or the folder of classes"
+        )
+    return root / name if name else root
+
+
+def sort_images(home: Path | ObjectURL, files: Iterable[str]) -> list[str]:
+    """Return the images among the files of a folder, by their endings, in timm's order.
+
+    Prints how many files were left out. UserError for a name that no path can have.
+    """
+    paths, others = [], Counter()
+    for path in files:
+        ending = os.path.splitext(path)[1].lower()
+        if ending not in ENDINGS:
+            others[ending] += 1
+        elif fault := find_path_fault(path):
+            raise UserError(f"{home}/{path}: this name {fault}; rename it")
+        else:
+            paths.append(path)
+    if others:
+        print(f"{home}: {describe_others(others)}")
+    # Names that are equal to `natural_key`, as 1.jpg and 01.jpg, stay in the order of the disk, as
+    # in timm: another one would change the fingerprint of the stores that exist.
+    return sorted(paths, key=natural_key)
+
+
+def number_folders(paths: Sequence[str]) -> tuple[np.ndarray, list[str]]:
+    """Number the folders that N images lie in, in timm's order; return int64 `[N]`, and names."""
+    folders = [path.rpartition("/")[0].rpartition("/")[2] for path in paths]
     names = sorted(set(folders), key=lambda name: (natural_key(name), name))
     number = {name: n for n, name in enumerate(names)}
     return np.array([number[folder] for folder in folders], np.int64), names

@@ -26,7 +26,7 @@ import io
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
@@ -38,10 +38,10 @@ from densefeed.storage.dataset_names import (
     ENDINGS,
     MOST_CLASSES,
     SPLITS,
-    describe_others,
-    find_synonyms,
-    natural_key,
+    check_label,
+    choose_home,
     number_folders,
+    sort_images,
 )
 from densefeed.storage.image_shards import read_parquet, read_tar, recognize
 from densefeed.storage.object_images import ObjectImages, read_objects
@@ -55,10 +55,8 @@ from densefeed.system.terminal import print
 if TYPE_CHECKING:
     from timm.data.readers.reader import Reader
 
-# Classes, and images of each split. Sources: DHVT, Table 6; arXiv 2106.03746, Section 5 (Flowers:
-# train and val together, evaluated on test); the web page of SVHN.
-DOMAIN_CLASSES = 345
-DOMAINS = {  # train, test
+# Images of DomainNet's lists, train and test: DHVT, Table 6, arXiv 2106.03746, Section 5.
+DOMAINS = {
     "clipart": (33_525, 14_604),
     "infograph": (36_023, 15_582),
     "painting": (50_416, 21_850),
@@ -66,25 +64,18 @@ DOMAINS = {  # train, test
     "real": (120_906, 52_041),
     "sketch": (48_212, 20_916),
 }
-CIFAR = {"train": 50_000, "test": 10_000}
-COUNTS = {
-    "cifar10": (10, CIFAR),
-    "cifar100": (100, CIFAR),
-    "svhn": (10, {"train": 73_257, "test": 26_032}),
-    "flowers102": (102, {"train": 1_020, "val": 1_020, "trainval": 2_040, "test": 6_149}),
-}
-COUNTS |= {
-    f"domainnet/{name}": (DOMAIN_CLASSES, {"train": train, "test": test})
-    for name, (train, test) in DOMAINS.items()
-}
+DOMAIN_CLASSES = 345
 # Times that links may lead to folders read before. Two in each folder of a chain lead to 2^n.
 MOST_REPEATS = 1024
-# Files of torchvision's datasets, for messages.
-TORCHVISION_FILES = {
-    "cifar10": "the folder cifar-10-batches-py of cifar-10-python.tar.gz",
-    "cifar100": "the folder cifar-100-python of cifar-100-python.tar.gz",
-    "svhn": "train_32x32.mat and test_32x32.mat",
-    "flowers102": "flowers-102/ with folder jpg of 102flowers.tgz, imagelabels.mat and setid.mat",
+# Splits of torchvision's datasets, and their files for messages.
+TORCHVISION = {
+    "cifar10": (("train", "test"), "the folder cifar-10-batches-py of cifar-10-python.tar.gz"),
+    "cifar100": (("train", "test"), "the folder cifar-100-python of cifar-100-python.tar.gz"),
+    "svhn": (("train", "test"), "train_32x32.mat and test_32x32.mat"),
+    "flowers102": (
+        ("train", "val", "trainval", "test"),
+        "flowers-102/ with folder jpg of 102flowers.tgz, imagelabels.mat and setid.mat",
+    ),
 }
 
 
@@ -146,7 +137,6 @@ Found = Listed | TimmDataset | TarImages | ParquetImages | ObjectImages
 def find(root: Path | ObjectURL, dataset: str, split: str) -> Found:
     """Find the samples of `dataset` below `root`.
 
-    Prints a warning if a published dataset has another number of samples than published. Raises
     UserError if it is missing and cannot be downloaded, has no such split, or its list is invalid.
     """
     kind, _, rest = dataset.partition("/")
@@ -165,20 +155,9 @@ def find(root: Path | ObjectURL, dataset: str, split: str) -> Found:
         return check_labels(root, read_timm(root, dataset, split))
     if kind in ("list", "classes") and not rest:
         raise UserError(f"--dataset {dataset} names no file; give {kind}/FILE, as {kind}/some.txt")
-    classes, counts = COUNTS.get(dataset, (0, {}))
-    if counts and split not in counts:
-        raise UserError(
-            f"--dataset {dataset} has no split {split!r}; give --split {' or '.join(counts)}"
-        )
     found = check_labels(root, FINDERS[kind](root, rest, split))
     if not found.paths:
         raise UserError(f"--dataset {dataset}: {root} holds no images of the split {split!r}")
-    images, names = len(found.paths), len(found.class_names)
-    if counts and (names, images) != (classes, counts[split]):
-        print(
-            f"warning: {dataset}, {split}: {images:,} images of {names} classes, "
-            f"but {counts[split]:,} of {classes} were published"
-        )
     return found
 
 
@@ -213,33 +192,19 @@ def read_folder(root: Path, split: str) -> Listed:
     The class of an image is the name of its folder, at any depth. Prints how many files and folders
     were left out. UserError if there are no images, or links that lead around in a circle.
     """
-    check_split(root, split)
-    names = find_synonyms(split)
-    home = next((root / name for name in names if (root / name).is_dir()), root)
-    found, others = [], Counter()
-    for folder, names in walk(home):
-        label = folder.rpartition("/")[2]
-        for name in names:
-            ending = os.path.splitext(name)[1]
-            if ending.lower() not in ENDINGS:
-                others[ending.lower()] += 1
-                continue
-            path = f"{folder}/{name}" if folder else name
-            if fault := find_path_fault(path):
-                raise UserError(f"{home / path}: this name {fault}; rename it")
-            found.append((path, label))
-    if others:
-        print(f"{home}: {describe_others(others)}")
-    if not found:
+    if not root.is_dir():
+        raise UserError(f"{root} is not a folder; give a folder of class folders with images in it")
+    home = choose_home(root, {path.name for path in root.iterdir() if path.is_dir()}, split)
+    files = (
+        f"{folder}/{name}" if folder else name for folder, names in walk(home) for name in names
+    )
+    paths = sort_images(home, files)
+    if not paths:
         raise UserError(
             f"{home} holds no images; it should hold one folder of images per class, with the "
             f"endings {' '.join(ENDINGS)}"
         )
-    # Names that are equal to `natural_key`, as 1.jpg and 01.jpg, stay in the order of the disk, as
-    # in timm: another one would change the fingerprint of the stores that exist.
-    found.sort(key=lambda pair: natural_key(pair[0]))
-    labels, names = number_folders([label for _, label in found])
-    return Listed([path for path, _ in found], labels, names, home)
+    return Listed(paths, *number_folders(paths), home)
 
 
 def walk(home: Path) -> Iterator[tuple[str, list[str]]]:
@@ -290,53 +255,40 @@ def read_timm(root: Path, dataset: str, split: str) -> TimmDataset:
         raise UserError(f"--dataset {dataset} cannot be read ({error}); check the name") from error
     if not paths:
         raise UserError(f"--dataset {dataset}: {root} holds no images of the split {split!r}")
-    given = [reader[i][1] for i in range(len(paths))]
-    # Checked before names are made for all numbers up to the highest.
-    wrong = [n for n in given if not isinstance(n, int) or not 0 <= n < MOST_CLASSES]
-    if wrong:
-        raise UserError(
-            f"--dataset {dataset} has the label {str(wrong[0])[:24]!r}; "
-            f"a label is an integer from 0 to {MOST_CLASSES - 1:,}"
-        )
+    given = [check_label(reader[i][1], f"--dataset {dataset}") for i in range(len(paths))]
     names = getattr(reader, "class_to_idx", None)
     names = sorted(names, key=names.get) if names else [*map(str, range(max(given) + 1))]
     return TimmDataset(paths, np.array(given, np.int64), names, reader)
 
 
-def check_split(root: Path, split: str) -> None:
-    """Raise UserError if `root` is not a folder, or holds splits but not this one.
-
-    timm would then read all of them as one split.
-    """
-    if not root.is_dir():
-        raise UserError(f"{root} is not a folder; give a folder of class folders with images in it")
-    there = {path.name for path in root.iterdir() if path.is_dir()}
-    if there & set().union(*SPLITS) and not there & set(find_synonyms(split)):
+def check_split(dataset: str, split: str, splits: Iterable[str]) -> None:
+    """Raise UserError unless a published dataset has the split."""
+    if split not in splits:
         raise UserError(
-            f"{root} holds {', '.join(sorted(there))} but no folder {split!r}; "
-            "name one of them, or the folder of classes"
+            f"--dataset {dataset} has no split {split!r}; give --split {' or '.join(splits)}"
         )
 
 
 def read_torchvision(name: str, root: Path, rest: str, split: str) -> Listed:
-    """Read the dataset `name` with torchvision; download it if it is incomplete.
+    """Read the dataset `name` with torchvision; download it if it is missing or damaged.
 
     Its pickles are opened only if their MD5 is the published one.
     """
     if rest:
         raise UserError(f"--dataset {name}/{rest} is unknown; the dataset is called {name}")
+    splits, files = TORCHVISION[name]
+    check_split(name, split, splits)
     try:
         parts = load_parts(root, name, split, download=False)
-    # Missing or incomplete.
+    # A file is missing, or its MD5 is not the published one.
     except (RuntimeError, FileNotFoundError):
-        fault = find_fault(root, name, split)
         try:
-            print(f"{name} is incomplete in {root} ({fault}); downloading it to this folder")
+            print(f"{name} is not complete and sound in {root}; downloading it to this folder")
             parts = load_parts(root, name, split, download=True)
         except (RuntimeError, OSError) as error:
             raise UserError(
-                f"{name} is incomplete in {root} ({fault}) and cannot be downloaded "
-                f"({first_line(error)}); put there {TORCHVISION_FILES[name]}"
+                f"{name} is not complete and sound in {root}, and cannot be downloaded "
+                f"({first_line(error)}); put there {files}"
             ) from error
     except ImportError as error:
         raise UserError(
@@ -370,45 +322,31 @@ def load_parts(root: Path, name: str, split: str, download: bool) -> list:
     return [kind(root, split if name == "svhn" else split == "train", download=download)]
 
 
-def find_fault(root: Path, name: str, split: str) -> str:
-    """Name the file of a torchvision dataset that is missing or differs from the published one."""
-    import torchvision.datasets as sets
-    from torchvision.datasets.utils import check_integrity
-
-    if name == "svhn":
-        home, files = root, [sets.SVHN.split_list[split][1:3]]
-    elif name == "flowers102":
-        home = root / "flowers-102"
-        files = [sets.Flowers102._file_dict[what] for what in ("label", "setid")]
-    else:
-        kind = getattr(sets, name.upper())
-        home, meta = root / kind.base_folder, (kind.meta["filename"], kind.meta["md5"])
-        files = [*kind.train_list, *kind.test_list, meta]
-    for file, published in files:
-        path = home / file
-        if not path.is_file():
-            return f"there is no {path.relative_to(root)}"
-        if not check_integrity(path, published):
-            return f"the MD5 of {path.relative_to(root)} is not the published one"
-    return "images are missing"
-
-
 def read_domainnet(root: Path, name: str, split: str) -> Listed:
     """Read one domain of DomainNet from its published lists, both of which must exist.
 
-    It has 345 classes, named after the folders in the lists.
+    It has 345 classes, named after the folders in the lists. Prints a warning if a list has another
+    number of images than the published one.
     """
     if name not in DOMAINS:
         names = ", ".join(f"domainnet/{domain}" for domain in DOMAINS)
         raise UserError(f"--dataset domainnet/{name}: there is no such domain; choose from {names}")
     lists = {word: root / f"{name}_{word}.txt" for word in ("train", "test")}
+    check_split(f"domainnet/{name}", split, lists)
     for file in lists.values():
         if not file.exists():
             raise UserError(
                 f"{file} does not exist; put {name}.zip there, unpacked, "
                 f"and its lists {name}_train.txt and {name}_test.txt"
             )
-    return read_list(root, lists[split], DOMAIN_CLASSES)
+    found = read_list(root, lists[split], DOMAIN_CLASSES)
+    published = dict(zip(lists, DOMAINS[name], strict=True))[split]
+    if len(found.paths) != published:
+        print(
+            f"warning: {lists[split]} has {len(found.paths):,} images, but {published:,} were "
+            "published"
+        )
+    return found
 
 
 def read_list(root: Path, file: Path, classes: int = 0) -> Listed:
@@ -552,21 +490,21 @@ def check_paths(root: Path, file: Path, entries: Sequence[Entry]) -> None:
         )
 
 
-def select_classes(root: Path, name: str, split: str) -> Listed:
-    """Select the class folders that the file `name` lists, numbered in its order."""
-    lines = [line for _, line in read_lines(Path(name))]
+def select_classes(root: Path, file: str, split: str) -> Listed:
+    """Select the class folders that the file lists, numbered in its order."""
+    lines = [line for _, line in read_lines(Path(file))]
     if not lines:
-        raise UserError(f"{name} is empty; give it a line for each class folder")
+        raise UserError(f"{file} is empty; give it a line for each class folder")
     whole = read_folder(root, split)
     known = set(whole.class_names)
     # A folder's name may have spaces; the lists of ImageNet-100 describe a class behind its name.
     names = [line if line in known else line.split()[0] for line in lines]
     number = {name: n for n, name in enumerate(names)}
-    missing = next((name for name in names if name not in known), None)
-    if missing is not None or len(number) != len(names):
-        fault = "a class twice" if missing is None else f"{missing}, which is not a class folder of"
-        fault += "" if missing is None else f" {root}"
-        raise UserError(f"{name} names {fault}; fix the list, or check --data")
+    fault = "a class twice" if len(number) < len(names) else ""
+    if missing := number.keys() - known:
+        fault = f"{min(missing)}, which is not a class folder of {root}"
+    if fault:
+        raise UserError(f"{file} names {fault}; fix the list, or check --data")
     labels = np.array([number.get(name, -1) for name in whole.class_names])[whole.labels]
     return subset(whole, np.flatnonzero(labels >= 0), labels, names)
 
@@ -601,7 +539,7 @@ def subset(whole: Listed, ids: np.ndarray, labels: np.ndarray, names: list[str])
 # What finds the samples of a kind of dataset: (root, the rest of the name, split) to its samples.
 Finder = Callable[[Path, str, str], Found]
 FINDERS = {
-    **{name: partial(read_torchvision, name) for name in TORCHVISION_FILES},
+    **{name: partial(read_torchvision, name) for name in TORCHVISION},
     "domainnet": read_domainnet,
     # The file is the split.
     "list": lambda root, name, split: read_list(root, Path(name)),

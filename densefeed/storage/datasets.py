@@ -147,43 +147,36 @@ def find(root: Path | ObjectURL, dataset: str, split: str) -> Found:
         )
     if kind == "":
         kind = recognize(root, split)
-    if isinstance(root, ObjectURL):
-        return check_labels(root, find_objects(root, kind, dataset, split))
-    if kind == "":
-        return check_labels(root, read_folder(root, split))
-    if kind == "hfds":
-        return check_labels(root, read_timm(root, dataset, split))
+    remote = isinstance(root, ObjectURL)
+    if remote and kind not in ("", "tar", "parquet"):
+        raise UserError(f"--dataset {dataset} is read from a disk only; copy {root}")
     if kind in ("list", "classes") and not rest:
         raise UserError(f"--dataset {dataset} names no file; give {kind}/FILE, as {kind}/some.txt")
-    found = check_labels(root, FINDERS[kind](root, rest, split))
+    if kind == "":
+        found = (read_objects if remote else read_folder)(root, split)
+    elif kind == "hfds":
+        found = read_timm(root, dataset, split)
+    else:
+        found = FINDERS[kind](root, rest, split)
     if not found.paths:
-        raise UserError(f"--dataset {dataset}: {root} holds no images of the split {split!r}")
+        raise UserError(f"{root} holds no images of the split {split!r}; check --data and --split")
+    check_labels(root, found)
     return found
 
 
-def find_objects(root: ObjectURL, kind: str, dataset: str, split: str) -> Found:
-    """Find the samples of a dataset in object storage, of the kinds that are read from there."""
-    if kind == "":
-        return read_objects(root, split)
-    if kind not in ("tar", "parquet"):
-        raise UserError(f"--dataset {dataset} is read from a disk only; copy {root}")
-    return FINDERS[kind](root, dataset.partition("/")[2], split)
-
-
-def check_labels(root: Path | ObjectURL, found: Found) -> Found:
-    """Return `found`; UserError for too many classes, or a label that is none of them."""
+def check_labels(root: Path | ObjectURL, found: Found) -> None:
+    """Raise UserError for too many classes, or a label that is none of them."""
     classes, labels = len(found.class_names), found.labels
     if classes > MOST_CLASSES:
         raise UserError(
             f"{root} has {classes:,} classes, and files hold {MOST_CLASSES:,} at most; "
             "check --data, or merge some of them"
         )
-    if len(labels) and not 0 <= labels.min() <= labels.max() < classes:
+    if not 0 <= labels.min() <= labels.max() < classes:
         raise UserError(
             f"{root} has labels from {labels.min()} to {labels.max()}, outside its {classes:,} "
             "classes; correct the labels"
         )
-    return found
 
 
 def read_folder(root: Path, split: str) -> Listed:
@@ -253,11 +246,11 @@ def read_timm(root: Path, dataset: str, split: str) -> TimmDataset:
         ) from error
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--dataset {dataset} cannot be read ({error}); check the name") from error
-    if not paths:
-        raise UserError(f"--dataset {dataset}: {root} holds no images of the split {split!r}")
     given = [check_label(reader[i][1], f"--dataset {dataset}") for i in range(len(paths))]
     names = getattr(reader, "class_to_idx", None)
-    names = sorted(names, key=names.get) if names else [*map(str, range(max(given) + 1))]
+    names = (
+        sorted(names, key=names.get) if names else [*map(str, range(max(given, default=-1) + 1))]
+    )
     return TimmDataset(paths, np.array(given, np.int64), names, reader)
 
 

@@ -30,7 +30,6 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -69,13 +68,6 @@ CLASS_FILES = "classes.txt", "classnames.txt"
 INDEXED = 8
 # Columns of images where the metadata of Hugging Face are missing.
 IMAGE_COLUMNS = "image", "img"
-
-
-class Shards(NamedTuple):
-    """The shards of a split, and the folders that may hold the names of its classes."""
-
-    files: list[Path | ObjectURL]
-    folders: list[Path | ObjectURL]
 
 
 class Columns(NamedTuple):
@@ -138,8 +130,8 @@ def find_ending(name: str) -> str:
     return found[0] if found else ""
 
 
-def find_shards(root: Path | ObjectURL, kind: str, split: str) -> Shards:
-    """Find the shards of a split. UserError if there are none."""
+def find_shards(root: Path | ObjectURL, kind: str, split: str) -> list[Path | ObjectURL]:
+    """Find the shards of a split, which lie in one folder. UserError if there are none."""
     if isinstance(root, Path) and not root.is_dir():
         raise UserError(f"{root} is not a folder; give the folder of the {kind} files")
     for place in list_places(root, split):
@@ -156,7 +148,7 @@ def find_shards(root: Path | ObjectURL, kind: str, split: str) -> Shards:
             if fault := find_path_fault(name):
                 raise UserError(f"{place / name}: this name {fault}; rename it")
         chosen.sort(key=lambda name: (natural_key(name), name))
-        return Shards([place / name for name in chosen], [place, root])
+        return [place / name for name in chosen]
     raise UserError(f"{root} holds no {kind} files of the split {split!r}; check --data")
 
 
@@ -171,9 +163,9 @@ def choose_split(names: list[str], split: str) -> list[str]:
     return [name for name, words in zip(names, found, strict=True) if words and words[-1] in wanted]
 
 
-def name_classes(shards: Shards, labels: np.ndarray) -> list[str]:
-    """Return the class names in the file beside the shards, or else the numbers of the labels."""
-    there = [(folder, set(list_names(folder)[0])) for folder in shards.folders]
+def name_classes(folders: Sequence[Path | ObjectURL], labels: np.ndarray) -> list[str]:
+    """Return the class names in a file of these folders, or else the numbers of the labels."""
+    there = [(folder, set(list_names(folder)[0])) for folder in folders]
     files = (folder / name for folder, names in there for name in CLASS_FILES if name in names)
     file = next(files, None)
     if file is None:
@@ -196,9 +188,9 @@ def read_tar(root: Path | ObjectURL, rest: str, split: str) -> TarImages:
     """
     if rest:
         raise UserError(f"--dataset tar/{rest} is unknown; the dataset is called tar")
-    shards, left_out = find_shards(root, "tar", split), Counter()
+    files, left_out = find_shards(root, "tar", split), Counter()
     tars, names, labels, numbers, offsets, sizes = [], [], [], [], [], []
-    for number, (tar, index) in enumerate(index_tars(shards.files)):
+    for number, (tar, index) in enumerate(index_tars(files)):
         tars.append(tar)
         left_out.update(index.left_out)
         names += index.names
@@ -206,21 +198,31 @@ def read_tar(root: Path | ObjectURL, rest: str, split: str) -> TarImages:
         numbers += [number] * len(index.names)
         offsets += index.offsets
         sizes += index.sizes
-    home = shards.files[0].parent
     if left_out:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in left_out.items())
-        print(f"{home}: left out of the tar files: {kinds}")
-    if not names:
-        raise UserError(f"{home} holds no images in its tar files; check --data")
+        print(f"{files[0].parent}: left out of the tar files: {kinds}")
     places = [np.array(values) for values in (numbers, offsets, sizes)]
-    paths = name_samples(shards.files, names, numbers)
-    label_N, class_names = label_samples(shards, names, numbers, labels)
+    paths = name_samples(files, numbers, names, names)
+    own = any(label is not None for label in labels)
+    unlabeled = [
+        label is None if own else "/" not in n for label, n in zip(labels, names, strict=True)
+    ]
+    if any(unlabeled):
+        n = unlabeled.index(True)
+        raise UserError(
+            f"{tars[numbers[n]].path}/{names[n]} has no label; write the tar with a .cls file (or "
+            "a .json with `label`) for every image, or with class folders"
+        )
+    if own:
+        label_N = np.array(labels, np.int64)
+        return TarImages(
+            paths, label_N, name_classes((files[0].parent, root), label_N), tars, *places
+        )
+    label_N, class_names = number_folders(names)
     # Class folders have the order of such folders on a disk.
-    if not any(label is not None for label in labels):
-        order = sorted(range(len(paths)), key=lambda n: natural_key(paths[n]))
-        paths, places = [paths[n] for n in order], [values[order] for values in places]
-        label_N = label_N[order]
-    return TarImages(paths, label_N, class_names, tars, *places)
+    order = sorted(range(len(paths)), key=lambda n: natural_key(paths[n]))
+    paths, places = [paths[n] for n in order], [values[order] for values in places]
+    return TarImages(paths, label_N[order], class_names, tars, *places)
 
 
 def index_tars(paths: Sequence[Path | ObjectURL]) -> list[tuple[ShardFile, TarIndex]]:
@@ -235,36 +237,16 @@ def index_tars(paths: Sequence[Path | ObjectURL]) -> list[tuple[ShardFile, TarIn
         pool.shutdown(cancel_futures=True)
 
 
-def label_samples(
-    shards: Shards, names: list[str], numbers: list[int], labels: list[int | None]
-) -> tuple[np.ndarray, list[str]]:
-    """Return the labels of samples, int64 `[N]`, and the class names; UserError if one has none.
-
-    Where none has a label of its own, those of their folders are returned.
-    """
-    own = any(label is not None for label in labels)
-    unlabeled = [
-        label is None if own else "/" not in name for label, name in zip(labels, names, strict=True)
-    ]
-    if any(unlabeled):
-        n = unlabeled.index(True)
-        raise UserError(
-            f"{shards.files[numbers[n]]}/{names[n]} has no label; write the tar with a .cls file "
-            "(or a .json with `label`) for every image, or with class folders"
-        )
-    if not own:
-        return number_folders(names)
-    given = np.array(labels, np.int64)
-    return given, name_classes(shards, given)
-
-
 def name_samples(
-    files: Sequence[Path | ObjectURL], names: list[str], numbers: list[int]
+    files: Sequence[Path | ObjectURL], numbers: list[int], names: list[str], others: list[str]
 ) -> list[str]:
-    """Return the paths of samples: their names, if all are different; else after the shard's."""
-    if len(set(names)) == len(names):
+    """Return the paths of samples: `names`, if none is empty and all are different.
+
+    Else those of `others` behind the names of their files, whose numbers are `numbers`.
+    """
+    if len(set(names)) == len(names) and all(names):
         return names
-    return [f"{files[number].stem}/{name}" for number, name in zip(numbers, names, strict=True)]
+    return [f"{files[number].stem}/{name}" for number, name in zip(numbers, others, strict=True)]
 
 
 # ------------------------------------------------------------------------- Parquet
@@ -275,26 +257,25 @@ def read_parquet(root: Path | ObjectURL, column: str, split: str) -> ParquetImag
 
     UserError if a file cannot be read, or has other columns.
     """
-    shards, files, columns = find_shards(root, "parquet", split), [], None
-    paths, labels = [], []
-    for number, path in enumerate(bar(shards.files, "index of Parquet files")):
+    places, files, columns = find_shards(root, "parquet", split), [], None
+    names, rows, numbers, labels = [], [], [], []
+    for number, path in enumerate(bar(places, "index of Parquet files")):
         file = open_parquet(path)
         if columns not in (None, found := find_columns(file, column)):
             raise UserError(
-                f"{path} has other columns or classes than {shards.files[0]}; give files of one "
-                "dataset"
+                f"{path} has other columns or classes than {places[0]}; give files of one dataset"
             )
         columns = found
         files.append(file)
         labels.append(read_labels(file, columns.label))
-        paths += [(number, name) for name in read_column(file, f"{columns.image}.path").to_pylist()]
-    label_N = np.concatenate(labels)
-    if not len(label_N):
-        raise UserError(
-            f"{shards.files[0].parent} holds no rows in its Parquet files; check --data"
-        )
-    names = columns.names or name_classes(shards, label_N)
-    return ParquetImages(name_rows(shards.files, paths), label_N, names, files, columns.image)
+        # Nothing is opened under these names.
+        found = read_column(file, f"{columns.image}.path").to_pylist()
+        names += ["" if not name or find_path_fault(name) else name for name in found]
+        rows += [f"{row:06d}" for row in range(len(labels[-1]))]
+        numbers += [number] * len(labels[-1])
+    label_N, paths = np.concatenate(labels), name_samples(places, numbers, names, rows)
+    class_names = columns.names or name_classes((places[0].parent, root), label_N)
+    return ParquetImages(paths, label_N, class_names, files, columns.image)
 
 
 def find_columns(file: ParquetFile, column: str) -> Columns:
@@ -366,16 +347,3 @@ def read_labels(file: ParquetFile, column: str) -> np.ndarray:
     for label in (values.min(), values.max()) if len(values) else ():
         check_label(int(label), f"{file.path}, column {column},")
     return values.astype(np.int64)
-
-
-def name_rows(files: Sequence[Path | ObjectURL], paths: list[tuple[int, str | None]]) -> list[str]:
-    """Return the paths of rows, of (file, `path`): these, if they are paths and all different.
-
-    Otherwise file and row. Nothing is opened under these names.
-    """
-    names = [name or "" for _, name in paths]
-    unfit = any(not name or find_path_fault(name) for name in names)
-    if not unfit and len(set(names)) == len(names):
-        return names
-    rows = (row for _, group in groupby(paths, lambda pair: pair[0]) for row, _ in enumerate(group))
-    return [f"{files[n].stem}/{row:06d}" for (n, _), row in zip(paths, rows, strict=True)]

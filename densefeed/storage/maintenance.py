@@ -64,11 +64,9 @@ def convert(store: ScoreMapStore, out: Path, form: Form) -> ScoreMapStore:
         raise UserError(f"{store.path} is {form} already; choose another --form")
     if header.form == form:
         return copy(store, out, header, np.arange(len(store)), store.labels, store.paths())
-    count, paths = len(store), np.array([path.encode() for path in store.paths()])
-    known = {"label": store.labels, "path": paths, "palette": store.palette, "done": np.ones(count)}
-    known |= place_rows(form, header, store.palette)
-    chunks = encode_chunks(store, form, known)
-    return write_copy(store, out, replace(header, form=form), known, chunks)
+    header = replace(header, form=form)
+    known = known_arrays(header, store.labels, store.paths(), store.palette)
+    return write_copy(store, out, header, known, encode_chunks(store, form, known))
 
 
 def copy(
@@ -84,10 +82,7 @@ def copy(
     `header`, of the form of `store`, `labels` and `paths` are those of the new store. `out` appears
     only when it is complete. Raises UserError if it exists or if a row is damaged.
     """
-    names = np.array([path.encode() for path in paths])
-    known = {"label": labels, "path": names, "palette": store.palette[rows]}
-    known |= {"done": np.ones(len(rows)), "crc32": store.crcs[rows]}
-    known |= place_rows(header.form, header, known["palette"])
+    known = known_arrays(header, labels, paths, store.palette[rows]) | {"crc32": store.crcs[rows]}
     # That of all rows of the store: it was measured against maps that are not here.
     if store.error:
         known["error"] = np.array(store.error)
@@ -108,13 +103,21 @@ def copy_chunks(store: ScoreMapStore, rows: np.ndarray, start: np.ndarray | None
             yield "window", first, window.tobytes()
 
 
-def place_rows(form: Form, header: StoreHeader, palette: np.ndarray) -> Arrays:
-    """Return the arrays of a packed store that follow from its palette sizes; none of a raw one."""
-    if form == "raw":
-        return {}
-    size = row_sizes(form, header.side, header.top_k, palette)
-    levels = {"levels": code_levels(header.absent)} if form == "compact" else {}
-    return {"start": np.cumsum(size) - size} | levels
+def known_arrays(
+    header: StoreHeader, labels: np.ndarray, paths: list[str], palette: np.ndarray
+) -> Arrays:
+    """Return the datasets that are known before the rows; those of a packed store follow from it.
+
+    `palette` is the palette sizes.
+    """
+    names, form = np.array([path.encode() for path in paths]), header.form
+    known = {"label": labels, "path": names, "palette": palette, "done": np.ones(len(paths))}
+    if form != "raw":
+        size = row_sizes(form, header.side, header.top_k, palette)
+        known["start"] = np.cumsum(size) - size
+    if form == "compact":
+        known["levels"] = code_levels(header.absent)
+    return known
 
 
 def write_copy(
@@ -276,17 +279,18 @@ def verify_files(files: tuple[Path, ...], /) -> None:
         raise UserError("no file of score maps was named; name one or several")
     for path in files:
         check_local_rows(path)
+        changed = []
+        with suppress(UserError):
+            changed = find_changed(path, read_manifest(path)) if path.is_dir() else []
+        for shard in changed:
+            what = "does not match its checksum; remove it and" if shard.exists() else "is missing;"
+            print(f"{shard} {what} {REMEDY}")
         try:
             store = ScoreMapStore(path)
             faults = verify(store)
         except UserError as error:
             bad.append(str(path))
-            # What to do about a shard that cannot be opened.
-            changed = []
-            if path.is_dir():
-                with suppress(UserError):
-                    changed = find_changed(path, read_manifest(path))
-            report_changed(changed)
+            # What to do about a shard that cannot be opened was said.
             if not changed:
                 print(error)
             continue
@@ -294,7 +298,6 @@ def verify_files(files: tuple[Path, ...], /) -> None:
         parts = [] if store.names_match() else ["labels or paths"]
         if parts:
             print(f"{path}: its labels and paths do not match their checksum")
-        report_changed(changed := store.find_changed())
         parts += [f"{len(changed):,} shards"] * bool(changed)
         for row, found in list(faults.items())[:NAMED]:
             print(f"{path}: row {row} ({store.image_path(row)}) {' and '.join(found)}")
@@ -310,10 +313,3 @@ def verify_files(files: tuple[Path, ...], /) -> None:
             f"faults were found in {', '.join(bad)}; they are listed above, copy the file again or "
             "relabel, and of a folder do what is said of each shard"
         )
-
-
-def report_changed(shards: list[Path]) -> None:
-    """Print which shards are not what the manifest declares."""
-    for shard in shards:
-        what = "does not match its checksum; remove it and" if shard.exists() else "is missing;"
-        print(f"{shard} {what} {REMEDY}")

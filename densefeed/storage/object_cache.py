@@ -167,13 +167,11 @@ class CachedFiles:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             os.ftruncate(descriptor, file.size)
-            for start, stop in front_ranges(descriptor):
-                # In parts, which bounds the memory.
-                for at in range(start, min(stop, file.size), RANGE_BYTES):
-                    content = self._read(file, at, min(at + RANGE_BYTES, stop, file.size))
-                    self.fetched += len(content)
-                    crc = zlib.crc32(content, crc)
-                    write_at(descriptor, content, at)
+            for at, stop in front_parts(descriptor, file.size):
+                content = self._read(file, at, stop)
+                self.fetched += len(content)
+                crc = zlib.crc32(content, crc)
+                write_at(descriptor, content, at)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -186,11 +184,16 @@ def has_front(path: Path, size: int, crc: int) -> bool:
         return False
     found = 0
     with open(path, "rb", buffering=0) as file:
-        for start, stop in front_ranges(file.fileno()):
-            for at in range(start, min(stop, size), RANGE_BYTES):
-                part = os.pread(file.fileno(), min(RANGE_BYTES, min(stop, size) - at), at)
-                found = zlib.crc32(part, found)
+        for at, stop in front_parts(file.fileno(), size):
+            found = zlib.crc32(os.pread(file.fileno(), stop - at, at), found)
     return found == crc
+
+
+def front_parts(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yield `front_ranges` of a file of `size` bytes, in parts, which bounds the memory."""
+    for start, stop in front_ranges(descriptor):
+        for at in range(start, min(stop, size), RANGE_BYTES):
+            yield at, min(at + RANGE_BYTES, stop, size)
 
 
 class SampleCache:
@@ -227,7 +230,8 @@ class SampleCache:
             self._descriptors += [os.open(path, os.O_RDWR) for path in copy.paths]
         # Present since before this process, so not known to be on the disk.
         self._unverified = self._index != 0
-        self.capacity = capacity or self._choose_capacity()
+        free, here = os.statvfs(copy.folder), int(self._room[self._unverified].sum())
+        self.capacity = capacity or int(DISK_SHARE * (free.f_bavail * free.f_frsize + here))
         self.is_bounded = int(self._room.sum()) > self.capacity
 
     def close(self) -> None:
@@ -237,11 +241,6 @@ class SampleCache:
         os.close(self._pins_lock)
         while self._descriptors:
             os.close(self._descriptors.pop())
-
-    def _choose_capacity(self) -> int:
-        free = os.statvfs(self._copy.folder)
-        here = int(self._room[self._unverified].sum())
-        return int(DISK_SHARE * (free.f_bavail * free.f_frsize + here))
 
     def room(self, count: int) -> int:
         """Return the bytes of disk that `count` samples take at most."""
@@ -321,31 +320,16 @@ class SampleCache:
     def join(self, ids: np.ndarray) -> list[np.ndarray]:
         """Return samples in the order of storage, split into ranges that are fetched at once."""
         ids = ids[np.lexsort((self._start[ids], self._file[ids]))]
-        if not self._are_near(ids).any():
-            return list(ids[:, None])
-        runs, first = [], 0
-        for n in range(1, len(ids) + 1):
-            if n < len(ids) and self._is_near(ids[first], ids[n - 1], ids[n]):
-                continue
-            runs.append(ids[first:n])
-            first = n
-        return [run for run in runs if len(run)]
-
-    def _are_near(self, ids: np.ndarray) -> np.ndarray:
-        """Return whether each of these samples but the first may share a range with the last."""
         last, following = ids[:-1], ids[1:]
         size = self._stop[following] - self._start[following]
         near = self._start[following] - self._stop[last] <= GAP_SHARE * size
-        return near & (self._file[last] == self._file[following])
-
-    def _is_near(self, first: int, last: int, following: int) -> bool:
-        gap = self._start[following] - self._stop[last]
-        size = self._stop[following] - self._start[following]
-        return bool(
-            self._file[last] == self._file[following]
-            and gap <= GAP_SHARE * size
-            and self._stop[following] - self._start[first] <= RANGE_BYTES
-        )
+        near &= self._file[last] == self._file[following]
+        runs, first = [], 0
+        for n, is_near in enumerate(near.tolist(), 1):
+            if not is_near or self._stop[ids[n]] - self._start[ids[first]] > RANGE_BYTES:
+                runs.append(ids[first:n])
+                first = n
+        return [*runs, ids[first:]] if len(ids) else []
 
     def fetch(self, runs: Sequence[np.ndarray]) -> None:
         """Fetch samples that `join` returned, one range each, and that are held."""

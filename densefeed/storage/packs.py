@@ -244,31 +244,20 @@ def to_rows(
 
 @dataclass
 class ImportReport:
-    """Result of an import.
-
-    `problems` counts the images without a usable map by kind; `examples` names the first of each
-    kind.
-    """
+    """Result of an import; `problems` are the images without a usable map: kind and sentence."""
 
     kept: int = 0  # images whose map was read in this run
     earlier: int = 0  # images whose map was read in interrupted runs before
-    problems: Counter = field(default_factory=Counter)
-    examples: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    lines: list[str] = field(default_factory=list)  # a line "kind TAB sentence" for every problem
-
-    def add(self, kind: str, sentence: str) -> None:
-        """Add an image without a usable map."""
-        self.problems[kind] += 1
-        self.lines.append(f"{kind}\t{sentence}\n")
-        if len(self.examples[kind]) < NAMED:
-            self.examples[kind].append(sentence)
+    problems: list[tuple[str, str]] = field(default_factory=list)
 
     def __str__(self) -> str:
-        kinds = []
-        for kind, count in self.problems.most_common():
-            named = "; ".join(self.examples[kind]) + ("; ..." if count > NAMED else "")
-            kinds.append(f"{kind}: {count:,} ({named})")
-        total = self.problems.total()
+        sentences, kinds = defaultdict(list), []
+        for kind, sentence in self.problems:
+            sentences[kind].append(sentence)
+        for kind, found in sorted(sentences.items(), key=lambda item: -len(item[1])):
+            named = "; ".join(found[:NAMED]) + ("; ..." if len(found) > NAMED else "")
+            kinds.append(f"{kind}: {len(found):,} ({named})")
+        total = len(self.problems)
         images = "1 image has" if total == 1 else f"{total:,} images have"
         return f"{images} no usable map - {', '.join(kinds)}"
 
@@ -378,7 +367,8 @@ def import_pack(
         if log is not None:
             with replace_file(log) as part:
                 # The bytes of a name stay as they are, also if it is not UTF-8 or the locale ASCII.
-                part.write_bytes("".join(report.lines).encode(errors="surrogateescape"))
+                lines = "".join(f"{kind}\t{sentence}\n" for kind, sentence in report.problems)
+                part.write_bytes(lines.encode(errors="surrogateescape"))
         if report.problems and missing == "raise":
             raise UserError(
                 f"{report}; fix these files and run this again, which reads only them, "
@@ -437,10 +427,9 @@ def read_maps(
             # The writer takes consecutive rows only, and some maps may be missing.
             for ids in split_runs(part.ids, CHUNK):
                 writer.write(ids, part.maps.select(np.searchsorted(part.ids, ids)))
-            for problem in part.problems:
-                report.add(*problem)
+            report.problems += part.problems
             report.kept += len(part.ids)
-            lost = report.problems.total()
+            lost = len(report.problems)
             advance(part.tried, f"{lost:,} without a map" if lost else "")
 
 

@@ -32,7 +32,7 @@ from densefeed.storage.store_file import (
     find_runs,
     row_types,
 )
-from densefeed.storage.store_folder import StoreFolder, open_rows
+from densefeed.storage.store_folder import open_rows
 from densefeed.system.errors import UserError
 from densefeed.system.files import (
     check_absent,
@@ -72,12 +72,6 @@ def row_crcs(parts: Iterable[Iterable[np.ndarray]]) -> np.ndarray:
 def names_crc(label_N: np.ndarray, path_N: np.ndarray) -> np.uint32:
     """Return the CRC-32 over the bytes of the datasets `label` and `path`, in this order."""
     return np.uint32(zlib.crc32(path_N.tobytes(), zlib.crc32(np.asarray(label_N, "<i8").tobytes())))
-
-
-def names_match(file: StoreFile) -> bool:
-    """Whether labels and paths match their checksum; True for files without that checksum."""
-    written = file.names_crc
-    return written is None or written == names_crc(file.read("label"), file.read("path"))
 
 
 def find_non_finite(half_NM: np.ndarray) -> np.ndarray:
@@ -158,7 +152,7 @@ class ScoreMapStore:
         self.path = Path(path)
         self._file = file = open_rows(self.path)
         self.header, self.close = file.header, file.close
-        if undone := sum(int((done == 0).sum()) for _, done in file.blocks("done")):
+        if undone := sum(int((done != 1).sum()) for _, done in file.blocks("done")):
             raise UserError(f"{path}: {undone} rows are not labeled; run the labeling again")
         self.labels, self.crcs, self.palette = map(file.read, ("label", "crc32", "palette"))
         self.check_columns()
@@ -171,12 +165,11 @@ class ScoreMapStore:
         self.min_window_side = self._min_window_side()
 
     def check_columns(self) -> None:
-        """Raise UserError that names the first row with an impossible label, palette or mark."""
+        """Raise UserError that names the first row with an impossible label or palette."""
         header, classes = self.header, len(self.header.class_names)
         for what, values, low, high in (
             ("label", self.labels, 0, classes - 1),
             ("palette size", self.palette, 1, header.side**2 * header.top_k),
-            *(("done", done, 1, 1) for _, done in self._file.blocks("done")),
         ):
             if (bad := (values < low) | (values > high)).any():
                 row = int(bad.argmax())
@@ -242,11 +235,10 @@ class ScoreMapStore:
 
     def names_match(self) -> bool:
         """Whether labels and paths match their checksum; True for files without that checksum."""
-        return all(map(names_match, self._file.files))
-
-    def find_changed(self) -> list[Path]:
-        """Read all shards of a folder; return those that do not match the manifest's checksum."""
-        return self._file.find_changed() if isinstance(self._file, StoreFolder) else []
+        return all(
+            file.names_crc in (None, names_crc(file.read("label"), file.read("path")))
+            for file in self._file.files
+        )
 
     def rows(self, ids: np.ndarray) -> ScoreMaps:
         """Return copies of the rows `ids`, each checked against its CRC and unpacked if packed."""

@@ -24,6 +24,7 @@ import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -89,10 +90,6 @@ class Plan(NamedTuple):
         plan = {"header": header, "shard_images": self.shard_images, "shards": shards}
         return json.dumps(plan | {"sizes": sizes}).encode()
 
-    def is_stored(self, objects: Objects) -> bool:
-        """Whether the store still has this plan."""
-        return objects.read(PLAN) == self.to_json()
-
 
 class StoredPlan(NamedTuple):
     """A plan as `to_json` wrote it."""
@@ -115,10 +112,10 @@ class Status(NamedTuple):
 
     def lines(self) -> list[str]:
         """Describe it for the terminal."""
-        left = (self.images - self.images_done) / self.rate if self.rate else None
-        remaining = "" if left is None else f", {left / 3600:,.1f} hours left"
-        if left is not None and left < 3600:
-            remaining = f", {left / 60:,.1f} minutes left"
+        remaining = ""
+        if self.rate:
+            seconds = round((self.images - self.images_done) / self.rate)
+            remaining = f", {timedelta(seconds=seconds)} left"
         return [
             f"{self.shards_done:,} of {self.shards:,} shards are finished, "
             f"{self.images_done:,} of {self.images:,} images are labeled",
@@ -395,7 +392,7 @@ def read_paths(objects: Objects, record: StoredShard) -> list[str]:
 
 def check_stored(objects: Objects, plan: Plan) -> None:
     """Raise UserError if another worker has replaced the plan."""
-    if not plan.is_stored(objects):
+    if objects.read(PLAN) != plan.to_json():
         raise UserError(
             f"another worker labels other images into {objects.root}: they have changed since this "
             "worker joined, or --data of the two is different; run it again, or choose another "

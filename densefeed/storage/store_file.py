@@ -117,22 +117,17 @@ def find_header_fault(values: object) -> str | None:
         return f"its header lacks {missing[0]}"
     if unknown := sorted(values.keys() - names - {"version"}):
         return f"its header has an unknown entry {shorten(unknown[0])}"
-    return find_number_fault(values) or find_text_fault(values)
+    return find_value_fault(values)
 
 
-def find_number_fault(values: dict) -> str | None:
-    """Describe a number of a complete header that is out of range or no whole number."""
+def find_value_fault(values: dict) -> str | None:
+    """Describe a number of a complete header that is impossible, or a text of another type."""
     for name, most in MOST.items():
         if type(values[name]) is not int or not 1 <= values[name] <= most:
             return f"{name} is {shorten(values[name])}, but must be a number from 1 to {most:,}"
     side, top_k, num_classes = (values[name] for name in ("side", "top_k", "num_classes"))
     if top_k > num_classes or side * side * top_k > MOST_ENTRIES:
         return f"maps of {side} x {side} cells of {top_k} of {num_classes} classes are impossible"
-    return None
-
-
-def find_text_fault(values: dict) -> str | None:
-    """Describe a text of a complete header that is of another type."""
     for name in ("teacher", "geometry", "fingerprint"):
         if not isinstance(values[name], str):
             return f"{name} is {shorten(values[name])}, but must be text"

@@ -48,11 +48,6 @@ class StoredShard(NamedTuple):
     sha256: str  # of the file
     fingerprint: str  # of its images
 
-    @property
-    def name(self) -> str:
-        """The name of the shard, without the checksum of its file."""
-        return self.file.partition("/")[2].partition("-")[0]
-
 
 @dataclass(frozen=True)
 class Manifest:
@@ -256,10 +251,6 @@ class StoreFolder:
     def _find_shards(self, name: str, at: np.ndarray) -> np.ndarray:
         """Return the number of the shard of each element of a dataset."""
         return np.searchsorted(self._first[name], at, side="right") - 1
-
-    def find_changed(self) -> list[Path]:
-        """Read all files; return those whose bytes do not match the manifest."""
-        return find_changed(self.path, self.manifest)
 
 
 def find_changed(folder: Path, manifest: Manifest) -> list[Path]:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from densefeed.storage.torch_files import check_torch_file
+from densefeed.storage.torch_files import TorchFileError, check_torch_file, read_members
 from densefeed.system.errors import first_line
 from densefeed.system.files import open_regular
 
@@ -76,7 +76,7 @@ class TensorFiles:
             raise TensorError("is empty")
         if content[:6] == b"\x93NUMPY":
             return load_numpy(content)
-        if (found := split_zip(content)) is None:
+        if content[:2] != b"PK" or (found := split_zip(content)) is None:
             return load_torch(content)[0]
         pickled, storage = found
         layout = self._layouts.get(pickled)
@@ -149,38 +149,24 @@ def load_tensor(content: bytes) -> torch.Tensor:
 def split_zip(content: bytes) -> tuple[bytes, memoryview] | None:
     """Split a zip file of one tensor into its pickle without KEY, and its storage.
 
-    Returns None for any other file. Raises TensorError if pickle or storage do not match their
-    CRC in the zip.
+    Returns None for any other file. Raises TensorError if the storage does not match its CRC in the
+    zip.
     """
-    found = index_members(content)
+    try:
+        pickled, found = read_members(io.BytesIO(content), len(content), MAX_PICKLE)
+    # `load_tensor` gives the reason.
+    except TorchFileError:
+        return None
     keys = [name[5:] for name in found if name.startswith("data/")]
-    if len(keys) != 1 or not keys[0].isdigit() or "data.pkl" not in found:
+    if len(keys) != 1 or not keys[0].isdigit():
         return None
     if "byteorder" in found and read_member(content, found["byteorder"]) != b"little":
         return None
-    pickled = bytes(read_member(content, found["data.pkl"]))
     named = b"X" + struct.pack("<L", len(keys[0])) + keys[0].encode()
     # Two places could make different pickles equal once the key is removed.
     if pickled.count(named) != 1:
         return None
     return pickled.replace(named, b"X"), read_member(content, found[f"data/{keys[0]}"])
-
-
-def index_members(content: bytes) -> dict[str, zipfile.ZipInfo]:
-    """Index a zip's members by their names below NAME/; empty if PyTorch did not write it."""
-    # The end of central directory without a comment: zipfile ignores bytes after it.
-    if content[-22:-18] != b"PK\5\6":
-        return {}
-    try:
-        members = zipfile.ZipFile(io.BytesIO(content)).infolist()
-    # zipfile does not limit the types of its exceptions.
-    except Exception:
-        return {}
-    found = {member.filename.partition("/")[2]: member for member in members}
-    # PyTorch writes every name once and compresses nothing; torch.load decides about other files.
-    if len(found) != len(members) or any(member.compress_type for member in members):
-        return {}
-    return found
 
 
 def read_member(content: bytes, member: zipfile.ZipInfo) -> memoryview:

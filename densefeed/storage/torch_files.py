@@ -77,7 +77,8 @@ def check_torch_file(file: BinaryIO, max_pickle: int) -> None:
     if zipped:
         pickled, members = read_members(file, size, max_pickle)
         storages = scan_pickle(io.BytesIO(pickled))
-        if any(members.get(f"data/{key}") != nbytes for key, nbytes in storages.items()):
+        sizes = {name: member.file_size for name, member in members.items()}
+        if any(sizes.get(f"data/{key}") != nbytes for key, nbytes in storages.items()):
             raise TorchFileError("a storage has another size than its pickle states")
     else:
         front = io.BytesIO(file.read(max_pickle))
@@ -89,25 +90,30 @@ def check_torch_file(file: BinaryIO, max_pickle: int) -> None:
     file.seek(0)
 
 
-def read_members(file: BinaryIO, size: int, max_pickle: int) -> tuple[bytes, dict[str, int]]:
-    """Return the pickle of a zip file, and the sizes of all members by their names below NAME/."""
+def read_members(
+    file: BinaryIO, size: int, max_pickle: int
+) -> tuple[bytes, dict[str, zipfile.ZipInfo]]:
+    """Return the pickle of a zip file, and all members by their names below NAME/, in lower case.
+
+    Raises TorchFileError for a zip that `torch.save` does not write.
+    """
     try:
         archive = zipfile.ZipFile(file)
-        members = archive.infolist()
+        listed = archive.infolist()
         # Other readers, such as PyTorch's, may find another directory or member in other files.
         if archive.comment or archive.start_dir != find_directory(file, size):
             raise TorchFileError("it has bytes before or after its zip")
-        sizes = {member.filename.partition("/")[2].lower(): member.file_size for member in members}
-        if len(sizes) != len(members):
+        members = {member.filename.partition("/")[2].lower(): member for member in listed}
+        if len(members) != len(listed):
             raise TorchFileError("it has two members of one name")
         # torch.save compresses nothing, and no bytes belong to two members.
-        packed = any(m.compress_type or m.compress_size != m.file_size for m in members)
-        if packed or sum(sizes.values()) > size:
+        packed = any(m.compress_type or m.compress_size != m.file_size for m in listed)
+        if packed or sum(m.file_size for m in listed) > size:
             raise TorchFileError("its members are compressed or overlap")
-        if sizes.get("data.pkl", 0) > max_pickle:
+        pickled = members.get("data.pkl")
+        if pickled and pickled.file_size > max_pickle:
             raise TorchFileError(f"its pickle has more than {max_pickle:,} bytes")
-        pickles = [m for m in members if m.filename.partition("/")[2].lower() == "data.pkl"]
-        return (archive.read(pickles[0]) if pickles else b""), sizes
+        return (archive.read(pickled) if pickled else b""), members
     except ZIP_ERRORS as error:
         raise TorchFileError(f"it is not a complete zip file ({type(error).__name__})") from error
 

@@ -233,7 +233,7 @@ HOSTILE_TARS = {
         "a member ends behind its end",
     ),
     "long header": (files("x" * 70_000), "an extended header of 70,001 bytes"),
-    "no images": (files("a.txt"), "holds no images in its tar files"),
+    "no images": (files("a.txt"), "holds no images of the split"),
     "no label": (files("a.jpg"), r"0.tar/a.jpg has no label; write the tar with a .cls file"),
     "some labels": (files("a.jpg", "a.cls", "cat/b.jpg", cls=b"1"), "cat/b.jpg has no label"),
     "label of text": (files("a.jpg", "a.cls", cls=b"cat"), "a.cls has the label 'cat'"),
@@ -430,10 +430,7 @@ HOSTILE_TABLES = {
     "a list": (metadata(b"[]"), "has damaged metadata of Hugging Face"),
     "empty": (lambda path: path.write_bytes(b""), "is not a Parquet file, or is damaged"),
     "no Parquet": (lambda path: path.write_bytes(b"PAR1" + b"x" * 99), "is not a Parquet file, or"),
-    "no rows": (
-        lambda path: write_parquet(path, [], ["cat"]),
-        "holds no rows in its Parquet files",
-    ),
+    "no rows": (lambda path: write_parquet(path, [], ["cat"]), "holds no images of the split"),
 }
 
 

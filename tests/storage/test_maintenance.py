@@ -10,8 +10,10 @@ import pytest
 
 from densefeed.storage import maintenance
 from densefeed.storage.maintenance import convert, verify, verify_files
-from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, StoreHeader, row_crcs
+from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, row_crcs
 from densefeed.system.errors import UserError
+
+from ..stores import make_header
 
 FORMS = ("raw", "lossless", "compact")
 COUNT = 10
@@ -19,17 +21,7 @@ COUNT = 10
 
 def write(path, maps, absent="tail", num_classes=20):
     """Write a raw store of these maps."""
-    header = StoreHeader(
-        side=4,
-        top_k=3,
-        num_classes=num_classes,
-        absent=absent,
-        teacher="t 0",
-        input_size=64,
-        geometry="squash",
-        fingerprint="f",
-        class_names=("a", "b"),
-    )
+    header = make_header(num_classes=num_classes, absent=absent)
     count = len(maps.logit)
     writer = ScoreMapWriter(
         path, header, [f"a/{n}.jpg" for n in range(count)], np.arange(count) % 2
@@ -314,7 +306,7 @@ def test_planted_counts_are_named(stores, form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("share", [0, 0.1, 0.5, 0.9, 0.999])
 def test_a_cut_file_is_refused(stores, form, share):
     path = stores[form].path
     os.truncate(path, int(share * path.stat().st_size))

@@ -84,19 +84,11 @@ def test_what_is_missing_is_one_sentence(remote, path, split, said):
         Images(remote, "cifar10")
 
 
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ("NoSuchBucket", "there is no such bucket"),
-        ("ExpiredToken", "the credentials have expired"),
-        ("SlowDown", "the storage refuses more requests"),
-    ],
-)
-def test_a_storage_that_fails_is_one_sentence(remote, disturb, fault, said):
+def test_a_storage_that_fails_is_one_sentence(remote, disturb):
     images = Images(remote)
-    disturb(lambda *_: fault)
+    disturb(lambda *_: "SlowDown")
     for call in (lambda: Images(remote), lambda: images.read(0)):
-        with pytest.raises(UserError, match=said) as error:
+        with pytest.raises(UserError, match="the storage refuses more requests") as error:
             call()
         assert SECRET not in str(error.value)
 

@@ -77,7 +77,7 @@ def test_every_value_is_at_its_position(pack, tmp_path, axes):
     store, report = import_pack(
         images, declared(images, labels, axes=axes), tmp_path / "maps.h5", 2
     )
-    assert (report.kept, report.earlier, report.problems.total(), len(store)) == (30, 0, 0, 30)
+    assert (report.kept, report.earlier, len(report.problems), len(store)) == (30, 0, 0, 30)
     assert store.header.absent == "zero-logit"
     assert store.header.num_classes == 6
     store.check(images.fingerprint(), tmp_path)
@@ -201,7 +201,7 @@ def test_missing_label_names_the_images_own_class_in_every_cell(pack, tmp_path):
     for path, kind in zip(images.paths[::7], FAULTS, strict=False):
         spoil(labels, path, kind)
     store, report = import_pack(images, declared(images, labels), tmp_path / "maps.h5", 2, "label")
-    assert report.problems.total() == len(images.paths[::7])
+    assert len(report.problems) == len(images.paths[::7])
     store.check_values()
     for row in range(30):
         maps = store.rows(np.array([row]))

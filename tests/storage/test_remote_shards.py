@@ -169,15 +169,11 @@ def test_missing_and_mixed_shards_are_refused(remote, bucket):
         Images(remote["tar"])
 
 
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [("NoSuchBucket", "there is no such bucket"), ("ExpiredToken", "the credentials have expired")],
-)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_storage_that_fails_is_one_sentence(remote, disturb, kind, fault, said):
+def test_a_storage_that_fails_is_one_sentence(remote, disturb, kind):
     images = Images(remote[kind])
-    disturb(lambda *_: fault)
+    disturb(lambda *_: "ExpiredToken")
     for call in (lambda: Images(remote[kind]), lambda: images.read(0)):
-        with pytest.raises(UserError, match=said) as error:
+        with pytest.raises(UserError, match="the credentials have expired") as error:
             call()
         assert SECRET not in str(error.value)

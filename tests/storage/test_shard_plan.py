@@ -58,9 +58,9 @@ def test_a_status_has_progress_rate_and_time_left():
     slow = Status(100, 25, 800_000, 203_000, 8, 64.0)
     assert slow.lines() == [
         "25 of 100 shards are finished, 203,000 of 800,000 images are labeled",
-        "8 workers, 64.0 images/s, 2.6 hours left",
+        "8 workers, 64.0 images/s, 2:35:28 left",
     ]
-    assert slow._replace(rate=1000.0).lines()[1] == "8 workers, 1,000.0 images/s, 9.9 minutes left"
+    assert slow._replace(rate=1000.0).lines()[1] == "8 workers, 1,000.0 images/s, 0:09:57 left"
     assert slow._replace(workers=0, rate=0.0).lines()[1] == "0 workers, 0.0 images/s"
 
 

@@ -14,7 +14,7 @@ from densefeed.pipelines.folder import FolderSource
 from densefeed.storage.images import Images
 from densefeed.storage.maintenance import convert, verify
 from densefeed.storage.row_codecs import ScoreMaps
-from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, StoreHeader
+from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter
 from densefeed.storage.shards import merge_folders
 from densefeed.storage.store_folder import (
     MANIFEST,
@@ -26,7 +26,7 @@ from densefeed.storage.store_folder import (
 )
 from densefeed.system.errors import UserError
 
-from ..stores import write_store
+from ..stores import make_header, write_store
 
 # First rows of the shards of 11 images: one is a single image.
 FIRST = 0, 4, 5
@@ -135,17 +135,7 @@ def test_paths_are_read_whole_whatever_shard_they_are_in(tmp_path, random_maps):
     """A shard's paths are as wide as its longest one."""
     maps = random_maps(11, 2, 2, 3)
     paths = ["a"] * 4 + ["much/longer.jpg"] + ["bb"] * 6
-    header = StoreHeader(
-        side=2,
-        top_k=2,
-        num_classes=3,
-        absent="tail",
-        teacher="t",
-        input_size=64,
-        geometry="squash",
-        fingerprint="x",
-        class_names=("a", "b", "c"),
-    )
+    header = make_header(side=2, top_k=2, num_classes=3)
     writer = ScoreMapWriter(tmp_path / "one.h5", header, paths, np.zeros(11, np.int64))
     writer.write(np.arange(11), maps)
     writer.finish()

@@ -6,32 +6,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from densefeed.storage.score_maps import ScoreMapWriter, StoreHeader
+from densefeed.storage.score_maps import ScoreMapWriter
 from densefeed.system.errors import BusyError, UserError
 from densefeed.system.files import lock, open_locked, replace_file
+
+from ..stores import make_header
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def header_of(count: int) -> StoreHeader:
-    return StoreHeader(
-        side=2,
-        top_k=2,
-        num_classes=3,
-        absent="tail",
-        teacher="t",
-        input_size=64,
-        geometry="squash",
-        fingerprint=f"{count} images",
-        class_names=("a", "b", "c"),
-    )
+HEADER = make_header(side=2, top_k=2, num_classes=3, class_names=("a", "b", "c"))
+WORDS = HEADER, list("abcd"), np.zeros(4, np.int64)
 
 
 def test_two_writers_never_write_the_same_file(tmp_path, random_maps):
-    maps, header = random_maps(4, 2, 2, 3), header_of(4)
-    words = tmp_path / "maps.h5", header, list("abcd"), np.zeros(4, np.int64)
+    maps, words = random_maps(4, 2, 2, 3), (tmp_path / "maps.h5", *WORDS)
     first = ScoreMapWriter(*words)
     with pytest.raises(
         BusyError, match=r"maps.h5.part is being written by another process; wait for it"
@@ -51,7 +42,7 @@ def test_a_file_system_without_hard_links_works(tmp_path, monkeypatch):
     monkeypatch.setattr(
         os, "link", lambda *words: (_ for _ in ()).throw(PermissionError(1, "no links here"))
     )
-    ScoreMapWriter(tmp_path / "maps.h5", header_of(4), list("abcd"), np.zeros(4, np.int64)).close()
+    ScoreMapWriter(tmp_path / "maps.h5", *WORDS).close()
     assert names(tmp_path) == ["maps.h5.part"]
 
 
@@ -62,7 +53,7 @@ def test_files_of_killed_conversions_are_removed_and_those_of_running_ones_are_k
         (tmp_path / name).write_bytes(b"")
     living = os.open(tmp_path / "maps.h5.99.part", os.O_RDWR)
     lock(living, out)
-    ScoreMapWriter(out, header_of(4), list("abcd"), np.zeros(4, np.int64)).close()
+    ScoreMapWriter(out, *WORDS).close()
     assert names(tmp_path) == sorted([*others, "maps.h5.part"])
     orphan.write_bytes(b"")
     with replace_file(out) as part:

@@ -66,7 +66,7 @@ $(READY): .ci/set_up.sh pyproject.toml setup.py $(wildcard densefeed/native/*.[c
 gpu-check:
 	$$([ -x $(RUN) ] && echo $(RUN) || echo $(PYTHON)) tools/gpu_check.py
 
-# Loaders, targets, augmentation, updates and whole steps beside all others; minutes, and rows in
+# Loaders, targets, augmentation and whole steps beside all others; minutes, and rows in
 # benchmarks/results.csv.
 bench: $(READY)
 	$(RUN) -m pip install --disable-pip-version-check -q -e ".[bench]" || \
@@ -78,7 +78,6 @@ bench: $(READY)
 	$(RUN) -m benchmarks.store --json bench/store.json
 	$(RUN) -m benchmarks.relabel --json bench/relabel.json
 	$(RUN) -m benchmarks.relabel --compile --precision bf16 --json bench/relabel-compiled.json
-	$(RUN) -m benchmarks.update --json bench/update.json
 	$(RUN) -m benchmarks.step --batch 8 --objective token-label --steps 1 --json bench/step.json
 	$(RUN) -m benchmarks.step --model lvvit_micro --size 64 --batch 32 --steps 16 --objective token-label --loader ffcv \
 		--data bench/photographs-1024-1000/train.beton --json bench/step-loader.json

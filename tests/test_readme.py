@@ -322,8 +322,7 @@ def test_every_option_in_the_prose_exists(options):
     for name in COMMANDS:
         for part in SUBCOMMANDS.get(name, ("",)):
             known |= options("-m", "densefeed", name, *filter(None, [part]))
-    for name in ("gpu_check", "crop_figure"):
-        known |= options(f"tools/{name}.py")
+    known |= options("tools/gpu_check.py")
     for name in BENCHMARKS:
         known |= options("-m", name)
     for path in PROSE:

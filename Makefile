@@ -71,7 +71,7 @@ gpu-check:
 bench: $(READY)
 	$(RUN) -m pip install --disable-pip-version-check -q -e ".[bench]" || \
 		echo "not every other loader could be installed; those that are here are measured" >&2
-	$(RUN) -m benchmarks.loaders --stages --first-batch --json bench/loaders.json
+	$(RUN) -m benchmarks.loaders --stages --json bench/loaders.json
 	$(RUN) -m benchmarks.targets --json bench/targets.json
 	$(RUN) -m benchmarks.targets --compare head --batch 64 --classes 21841 --rounds 3 --json bench/head.json
 	$(RUN) -m benchmarks.augment --json bench/augment.json

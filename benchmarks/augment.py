@@ -32,9 +32,11 @@ from benchmarks.harness import (
     Output,
     Series,
     command,
+    compare,
     device_name,
     environment,
     report,
+    spread_rows,
     take_turns,
     use_cores,
 )
@@ -69,13 +71,14 @@ class AugmentBenchmark(Output):
 def main(benchmark: AugmentBenchmark) -> dict:
     """Measure, print and record; return the document that --json writes."""
     device, facts = choose_device(benchmark.device), environment()
-    facts |= {"device": benchmark.device, "policy": benchmark.policy}
+    facts |= {"device": benchmark.device, "policy": benchmark.policy, "threads": 1}
     milliseconds = measure(benchmark, device)
     data = (
         f"{benchmark.batch * benchmark.batches} crops of {benchmark.size} px, {benchmark.policy}, "
         f"{device_name(device)}"
     )
-    return report(benchmark, milliseconds, "ms/image", [(OURS, TIMM)], facts, data, 1, what="time")
+    ratio = compare(OURS, TIMM, milliseconds[OURS], milliseconds[TIMM])
+    return report(benchmark, spread_rows(milliseconds, "ms/image"), [ratio], data, facts)
 
 
 def measure(benchmark: AugmentBenchmark, device: torch.device) -> Series:

@@ -1,4 +1,4 @@
-"""Shared parts of the benchmarks: interleaved runs, spreads, ratios, tables and results files.
+"""Shared parts of the benchmarks: interleaved runs, spreads, ratios and results files.
 
 Runs are pinned to cores. A result row holds the command, hardware, versions, commit, number of
 runs, median and quartiles. Two rates are compared only within a round, where they were measured
@@ -11,7 +11,7 @@ import gc
 import io
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import active_children
@@ -20,8 +20,6 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from densefeed.system import provenance
 from densefeed.system.devices import CORES
@@ -171,96 +169,55 @@ def use_cores(threads: int) -> Iterator[None]:
 # ------------------------------------------------------------------------- results
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return median and quartiles of several runs."""
-    return dict(zip(QUARTILES, np.percentile(values, (50, 25, 75)).tolist(), strict=True))
-
-
-def compare(a: str, b: str, of_a: list[float], of_b: list[float], **fields: object) -> dict:
-    """Return a document's ratio of contestant `a` to `b` within each round, and more `fields`."""
-    return {"a": a, "b": b, **fields, **spread(np.divide(of_a, of_b))}
-
-
 def spread_rows(values: Series, unit: str) -> list[dict]:
-    """Return a row for each contestant: name, unit, median, quartiles and number of runs."""
-    return [
-        {"name": name, "unit": unit, **spread(runs), "runs": len(runs)}
-        for name, runs in values.items()
-    ]
+    """Return a row for each contestant: name, unit, number of runs, median and quartiles."""
+    rows = []
+    for name, runs in values.items():
+        quartiles = zip(QUARTILES, np.percentile(runs, (50, 25, 75)).tolist(), strict=True)
+        rows.append({"name": name, "unit": unit, "runs": len(runs)} | dict(quartiles))
+    return rows
 
 
-def ratio_rows(ratios: list[dict]) -> list[dict]:
-    """Return a CSV row for each ratio of a document."""
-    return [ratio | {"name": f"{ratio['a']} / {ratio['b']}", "unit": "ratio"} for ratio in ratios]
+def compare(
+    a: str, b: str, of_a: list[float], of_b: list[float], of: str = "", bar: str = ""
+) -> dict:
+    """Return the row of the ratio of contestant `a` to `b` within each round.
 
-
-def format_spread(row: dict, number: str) -> list[str]:
-    """Format median and quartiles, where there are any, by the format specification `number`."""
-    return [format(row[name], number) for name in QUARTILES if name in row]
-
-
-def print_rows(rows: list[dict]) -> None:
-    """Print a line for each row: name, median (quartiles), unit."""
-    for row in rows:
-        median, *quartiles = format_spread(row, ",.3f")
-        between = f"({' to '.join(quartiles)})" if quartiles else ""
-        print(f"{row['name']:38} {median:>10} {row['unit']} {between}")
-
-
-def print_table(
-    title: str, columns: tuple[str, ...], rows: Iterable[Sequence[str]], texts: int = 1
-) -> None:
-    """Print a table; its first `texts` columns are aligned left, the others right."""
-    console = Console()
-    # Wide enough for the whole table in a log file too.
-    console.width = max(console.width, 110)
-    table = Table(title=title, title_justify="left")
-    for number, name in enumerate(columns):
-        table.add_column(name, justify="left" if number < texts else "right")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    `of` ends its name. `bar` is the value that the median must reach, as text.
+    """
+    (row,) = spread_rows({f"{a} / {b}{of}": np.divide(of_a, of_b).tolist()}, "ratio")
+    return row | {"a": a, "b": b, "bar": bar}
 
 
 def report(
     options: Output,
-    values: Series,
-    unit: str,
-    pairs: list[tuple[str, str]],
-    facts: dict,
+    rows: list[dict],
+    ratios: list[dict],
     data: str,
-    threads: int,
-    what: str = "",
+    facts: dict,
     prefix: str = "",
+    **more: object,
 ) -> dict:
-    """Print and save the values of each contestant and the ratios of `pairs`; return the document.
+    """Print and save the rows of contestants and their ratios; return the document of --json.
 
-    `facts` describe the environment and `data` the inputs. `what` names the quantity of a ratio, by
-    default `unit`.
+    `data` describes the inputs, `facts` the environment; both are in every row of --results, whose
+    names get the `prefix`. `more` is only in the document.
     """
-    rows = spread_rows(values, unit)
-    ratios = [compare(a, b, values[a], values[b], what=what or unit) for a, b in pairs]
-    document = {"rows": rows, "ratios": ratios, "environment": facts}
-    # Not `+=`, which would also extend the document's rows.
-    rows = rows + ratio_rows(ratios)
+    document = {"rows": rows, "ratios": ratios, "data": data, "environment": facts, **more}
     print(data)
-    print_rows(rows)
-    save(options, document, rows, prefix, **facts, data=data, threads=threads, runs=options.rounds)
-    return document
-
-
-def save(
-    options: Output, document: dict, rows: list[dict], prefix: str = "", **common: object
-) -> None:
-    """Write the document to --json and append the rows to --results, where these are requested.
-
-    Names of rows get the `prefix`; fields of `common` are added to each row that has none such.
-    """
+    for row in rows + ratios:
+        # Only rows of loaders differ in their threads.
+        name = f"{row['name']}, threads {row['threads']}" if "threads" in row else row["name"]
+        median, low, high = (format(row[key], ",.3f") for key in QUARTILES)
+        bar = f", required {row['bar']}" if row.get("bar") else ""
+        print(f"{name:48} {median:>10} {row['unit']} ({low} to {high}){bar}")
     if options.json is not None:
         write_json(options.json, document)
     if options.record:
-        rows = [common | row | {"name": prefix + row["name"]} for row in rows]
-        append_rows(options.results, rows)
+        common = facts | {"data": data}
+        named = [common | row | {"name": prefix + row["name"]} for row in rows + ratios]
+        append_rows(options.results, named)
+    return document
 
 
 def append_rows(path: Path, rows: list[dict]) -> None:

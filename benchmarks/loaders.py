@@ -14,8 +14,6 @@ benchmarks/peers.py describes the loaders. Without --data the images are generat
 """
 
 import os
-import subprocess
-import sys
 import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -27,50 +25,43 @@ import torch
 
 from benchmarks.harness import (
     CORES,
-    QUARTILES,
     Count,
     Output,
+    Series,
     check_threads,
     choose_cores,
     command,
     compare,
     device_name,
     environment,
-    format_spread,
     pin,
-    print_rows,
-    print_table,
-    ratio_rows,
+    report,
     restore_cpus_after,
-    save,
-    spread,
+    spread_rows,
     take_turns,
     use_cores,
 )
-from benchmarks.peers import PEERS, BenchmarkSet, FullDecode, Peer, PeerConfig, explain_missing
+from benchmarks.peers import PEERS, BenchmarkSet, Peer, PeerConfig, explain_missing
 from benchmarks.photographs import beton_dataset, sample_dataset
 from densefeed import native
 from densefeed.pipelines.batch import allocate_maps
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.loader import Memory
-from densefeed.storage.beton import Beton
 from densefeed.system.errors import UserError
 from densefeed.system.progress import steps_bar
-from densefeed.system.provenance import ROOT
 
 OURS = "ffcv+labels"
-LIMIT = "turbojpeg-full"
 # Required median ratio, and the goal beyond it: with one thread (of a loader to itself: two threads
 # to one), from 500 pixel JPEGs of quality 90 and 4:2:0 subsampling, to 224 pixels.
 BARS = {
-    (OURS, OURS): (1.8, 1.9),
-    (OURS, "ffcv-stock"): (3.0, 4.0),
-    (OURS, "token-labeling+labels"): (12.0, 20.0),
-    (OURS, "ffcv"): (0.97, 0.99),
-    ("dali-cpu+labels", "nvidia-dali-cpu"): (1.0, 1.0),
-    ("dali-cpu+labels", "dali-cpu"): (0.97, 0.99),
+    (OURS, OURS): "1.8, goal 1.9",
+    (OURS, "ffcv-stock"): "3, goal 4",
+    (OURS, "token-labeling+labels"): "12, goal 20",
+    (OURS, "ffcv"): "0.97, goal 0.99",
+    ("dali-cpu+labels", "nvidia-dali-cpu"): "1",
+    ("dali-cpu+labels", "dali-cpu"): "0.97, goal 0.99",
     **{
-        (OURS, peer): (2.0, 3.0)
+        (OURS, peer): "2, goal 3"
         for peer in ("simplejpeg", "torchvision", "torchvision-tensor", "timm")
     },
 }
@@ -80,14 +71,11 @@ RATIOS = [
     ("ffcv-2-crops+labels", OURS),
     ("ffcv-2-crops", "ffcv"),
     ("folder+labels", "folder"),
-    ("folder-augmented-before", "folder-augmented"),
     ("dali-cpu+labels", "dali-cpu"),
     ("dali-cpu+labels", "nvidia-dali-cpu"),
     ("dali-gpu+labels", "dali-gpu"),
     ("dali-gpu+labels", "nvidia-dali-gpu"),
 ]
-# Processes to start, after one that warms the page cache.
-FIRST_BATCHES = 5
 
 Key = tuple[str, int]  # loader, threads
 Rates = dict[Key, list[float]]  # images per second, one value per round
@@ -111,8 +99,6 @@ class LoaderBenchmark(Output):
     batch: Count = 64  # images per batch
     size: Count = 224  # side of the output, pixels
     stages: bool = False  # also measure the stages of our loader separately, on one core
-    # also measure the time from a process's start to its first batch, without importing torch, timm
-    first_batch: bool = False
 
 
 def main(benchmark: LoaderBenchmark) -> dict:
@@ -125,31 +111,14 @@ def main(benchmark: LoaderBenchmark) -> dict:
     else:
         data = beton_dataset(benchmark.data, benchmark.folder, benchmark.cache)
     names = [name for name in names if can_read(name, data, required=bool(benchmark.loaders))]
-    summary, facts = describe(data.paths, names), environment()
-    rates, gpu_memory = measure(names, data, benchmark)
-    document = {
-        "rows": [
-            {
-                "loader": name,
-                "threads": threads,
-                "images_per_s": spread(values),
-                "runs": len(values),
-            }
-            for (name, threads), values in sorted(rates.items(), key=lambda item: item[0][1])
-        ],
-        "ratios": ratios(rates),
-        "data": summary,
-        "environment": facts,
-    }
-    if gpu_memory:
-        document["gpu_memory_gb"] = gpu_memory / 1e9
+    facts, rates = environment(), measure(names, data, benchmark)
+    rows = []
+    for (name, threads), values in sorted(rates.items(), key=lambda item: item[0][1]):
+        rows += [row | {"threads": threads} for row in spread_rows({name: values}, "images/s")]
     if benchmark.stages:
-        document["stages"] = measure_stages(data, benchmark)
-    if benchmark.first_batch:
-        document["first_batch_s"] = spread(time_first_batches(data, benchmark))
-    show(document)
-    save(benchmark, document, csv_rows(document), **facts, data=summary, runs=benchmark.rounds)
-    return document
+        stages = spread_rows(measure_stages(data, benchmark), "µs/image")
+        rows += [row | {"threads": 1} for row in stages]
+    return report(benchmark, rows, ratios(rates), describe(data.paths, names), facts)
 
 
 def describe(paths: list[str], names: list[str]) -> str:
@@ -210,11 +179,8 @@ def can_read(name: str, data: BenchmarkSet, required: bool) -> bool:
 # ------------------------------------------------------------------------- measuring
 
 
-def measure(names: list[str], data: BenchmarkSet, benchmark: LoaderBenchmark) -> tuple[Rates, int]:
-    """Return images per second of every loader with every number of threads, and GPU bytes in use.
-
-    Rates have one value per round. The GPU bytes are those that all loaders together use at the
-    end, because DALI's pools belong to no single loader; run one loader alone to get its own.
+def measure(names: list[str], data: BenchmarkSet, benchmark: LoaderBenchmark) -> Rates:
+    """Return images per second of every loader with every number of threads, a value per round.
 
     Loaders are built again for each share of the rounds, in another order each time. Two identical
     ones differ by up to 6 % of processor time for their whole lifetime (measured for two of DALI's
@@ -250,9 +216,7 @@ def measure(names: list[str], data: BenchmarkSet, benchmark: LoaderBenchmark) ->
                 )
                 for key, values in new.items():
                     rates[key] += values
-                # Asked while the loaders are alive and hold their memory.
-                free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
-    return rates, total - free
+    return rates
 
 
 def run_epoch(peer: Peer, epoch: int) -> int:
@@ -271,45 +235,32 @@ def ratios(rates: Rates) -> list[dict]:
     pairs = [((a, n), (b, n)) for n in counts for a, b in others + RATIOS]
     pairs += [((name, n), (name, few)) for n in counts for name in names if n != few]
     return [
-        compare(a[0], b[0], rates[a], rates[b], threads=a[1], b_threads=b[1])
+        compare(a[0], b[0], rates[a], rates[b], bar=find_bar(a, b))
+        | {"threads": a[1] if a[1] == b[1] else f"{a[1]}/{b[1]}"}
         for a, b in pairs
         if a in rates and b in rates
     ]
 
 
-def measure_stages(data: BenchmarkSet, benchmark: LoaderBenchmark) -> dict:
-    """Time reading, decoding, resampling and labels separately on one core: microseconds per image.
+def find_bar(a: Key, b: Key) -> str:
+    """Return the required value and the goal of the ratio of `a` to `b`; empty if it has none."""
+    measured_there = (a[1], b[1]) == (2 if a[0] == b[0] else 1, 1)
+    return BARS.get((a[0], b[0]), "") if measured_there else ""
 
-    `share_of_limit` is the time of libjpeg-turbo's decode of the whole file divided by the sum of
-    the stages: at 1, a crop with its labels would cost no more than decoding its whole file.
-    `bytes_to_original` is the size of the packer's rewritten JPEGs relative to the originals, which
-    must be at most 1.015.
+
+def measure_stages(data: BenchmarkSet, benchmark: LoaderBenchmark) -> Series:
+    """Time planning, reading, decoding, resampling and labels separately on one core.
+
+    Microseconds per image, one value per round.
     """
     config = PeerConfig(data, 1, benchmark.batch, benchmark.size)
-    passes, shares = [], []
-    # In each pass the limit follows the stages, so the machine's drift cancels in the share.
-    limit = FullDecode(config) if explain_missing(LIMIT) is None else None
     with use_cores(1):
-        for number in range(benchmark.rounds + 1):
-            taken = time_stages(config, number)
-            start = time.perf_counter()
-            if limit:
-                run_epoch(limit, number)
-            # The first pass is for warm-up.
-            if number:
-                shares.append((time.perf_counter() - start) / sum(taken.values()))
-                passes.append(taken)
-    images = len(data.labels)
-    original = sum(map(os.path.getsize, data.paths))
-    document = {
-        "microseconds_per_image": {
-            name: spread([1e6 * taken[name] / images for taken in passes]) for name in passes[0]
-        },
-        "bytes_to_original": sum(Beton(data.beton).images.size.tolist()) / original,
+        # The first pass is for warm-up.
+        _, *passes = [time_stages(config, number) for number in range(benchmark.rounds + 1)]
+    return {
+        f"stage {name}": [1e6 * taken[name] / len(data.labels) for taken in passes]
+        for name in passes[0]
     }
-    if limit:
-        document["share_of_limit"] = spread(shares)
-    return document
 
 
 def time_stages(config: PeerConfig, epoch: int) -> dict[str, float]:
@@ -336,103 +287,6 @@ def time_stages(config: PeerConfig, epoch: int) -> dict[str, float]:
             taken[name] += microseconds / 1e6
     source.close()
     return taken
-
-
-FIRST_BATCH = """
-import sys, time
-import timm, torch
-start = time.perf_counter()
-from benchmarks.peers import load_first_batch
-load_first_batch(*sys.argv[1:])
-print(time.perf_counter() - start)
-"""
-
-
-def time_first_batches(data: BenchmarkSet, benchmark: LoaderBenchmark) -> list[float]:
-    """Return the seconds from the end of `import timm, torch` to our first batch.
-
-    Each is measured in a new process. Every training needs these imports. The batch has its score
-    maps if there are any.
-    """
-    # The new process starts in the repository, where it finds `benchmarks`, so a relative path
-    # would lead elsewhere.
-    options = data.beton.resolve(), benchmark.threads[0], benchmark.batch, benchmark.size
-    words = [sys.executable, "-c", FIRST_BATCH, *map(str, options)]
-    printed = [
-        subprocess.check_output(words, cwd=ROOT, text=True) for _ in range(FIRST_BATCHES + 1)
-    ]
-    # The first process warms the page cache.
-    return [float(text.split()[-1]) for text in printed[1:]]
-
-
-# ------------------------------------------------------------------------- results
-
-
-def format_bar(ratio: dict) -> str:
-    """Format the required value and the goal of a ratio; empty if it has none."""
-    pair = ratio["a"], ratio["b"]
-    threads = 2 if ratio["a"] == ratio["b"] else 1
-    if pair not in BARS or (ratio["threads"], ratio["b_threads"]) != (threads, 1):
-        return ""
-    required, goal = BARS[pair]
-    return f"{required:g} ({goal:g})"
-
-
-def format_threads(ratio: dict, between: str) -> str:
-    """Format a ratio's number of threads, or both numbers if they differ."""
-    more, few = ratio["threads"], ratio["b_threads"]
-    return str(more) if more == few else f"{more}{between}{few}"
-
-
-def show(document: dict) -> None:
-    """Print the document: two tables, and a line for each other measurement."""
-    rows = [
-        (row["loader"], str(row["threads"]), *format_spread(row["images_per_s"], ",.0f"))
-        for row in document["rows"]
-    ]
-    title = f"Images per second, {document['data']}"
-    print_table(title, ("loader", "threads", *QUARTILES), rows)
-    rows = [
-        (
-            *(ratio["a"], ratio["b"], format_threads(ratio, " to ")),
-            *(*format_spread(ratio, ".2f"), format_bar(ratio)),
-        )
-        for ratio in document["ratios"]
-    ]
-    columns = ("a", "to b", "threads", *QUARTILES, "required (goal)")
-    print_table("Ratios within a round", columns, rows, texts=2)
-    print_rows(other_rows(document))
-
-
-def csv_rows(document: dict) -> list[dict]:
-    """Return CSV rows: one per loader, ratio, stage and other measurement."""
-    rows = [
-        row | row["images_per_s"] | {"name": row["loader"], "unit": "images/s"}
-        for row in document["rows"]
-    ]
-    rows += [row | {"threads": format_threads(row, "/")} for row in ratio_rows(document["ratios"])]
-    return rows + other_rows(document)
-
-
-def other_rows(document: dict) -> list[dict]:
-    """Return the rows of stages, GPU memory and first batch, where these were measured."""
-    stages, rows = document.get("stages", {}), []
-    for name, stage in stages.get("microseconds_per_image", {}).items():
-        rows.append(stage | {"name": f"stage {name}", "threads": 1, "unit": "µs/image"})
-    if stages:
-        packed = stages["bytes_to_original"]
-        rows.append({"median": packed, "name": "bytes to original", "unit": "ratio"})
-    if "share_of_limit" in stages:
-        name = "share of full decode"
-        rows.append(stages["share_of_limit"] | {"name": name, "threads": 1, "unit": "ratio"})
-    if "gpu_memory_gb" in document:
-        names = ", ".join(dict.fromkeys(row["loader"] for row in document["rows"]))
-        memory = document["gpu_memory_gb"]
-        rows.append({"median": memory, "name": f"GPU memory with {names}", "unit": "GB"})
-    if "first_batch_s" in document:
-        more = {"name": "first batch after imports", "unit": "s", "runs": FIRST_BATCHES}
-        rows.append(document["first_batch_s"] | more)
-    return rows
 
 
 if __name__ == "__main__":

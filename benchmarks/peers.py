@@ -7,10 +7,7 @@ Ours, with the plan's crops; with `+labels` every batch has its score maps:
 - `ffcv`, `folder` (`+labels`): from a .beton or a folder.
 - `ffcv-2-crops` (`+labels`): two crops of each image, `--repeats 2`.
 - `ffcv-planes` (`+labels`): from a .beton of color planes; only with the generated images.
-- `folder-augmented`: the same crops after RandAugment, done where they are delivered, on the CPU.
-- `folder-augmented-before`: `--augment-before-crop`, RandAugment of whole images by Pillow.
 - `dali-cpu`, `dali-gpu` (`+labels`): from the same .beton, decoded by DALI.
-- `dali-gpu+ffcv+labels`: two of ours at once with half of the threads each; two epochs in total.
 
 Peers that draw their own crops, from the same distribution (area 8 to 100 %, aspect ratio 3/4 to
 4/3, ten tries), as they accept none:
@@ -43,42 +40,33 @@ incomplete last batch. DALI's pipeline is that of its ImageNet example (a hundre
 antialiased filter) with our areas and aspect ratios; it delivers uint8 [N, H, W, 3] as ours do,
 which is no slower than the example's normalized floats. token-labeling always resizes with the
 bilinear filter, where the published code chooses bilinear or the slower bicubic at random; like all
-but `folder-augmented` and `folder-augmented-before` it has no RandAugment.
+it has no RandAugment.
 """
 
 import importlib
-import subprocess
-import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from PIL import Image
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from densefeed.pipelines.augment.augmentation import Augmentation, load_crops
-from densefeed.pipelines.augment.settings import Augment
+from densefeed.pipelines.dali import probe_regions
 from densefeed.pipelines.open import DataOptions, open_dataset
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.storage.beton import Beton
 from densefeed.storage.packs import map_stem
 from densefeed.system.prefetch import ordered_map
-from densefeed.system.provenance import ROOT
 
 # Label smoothing of the published code, which smooths token labels too.
 SMOOTHING = 0.1
-# That of Token Labeling's recipes.
-RAND_AUGMENT = "rand-m9-mstd0.5-inc1"
 # Side of a token, pixels.
 PATCH = 16
 # Images that a thread takes at once.
@@ -106,10 +94,6 @@ class BenchmarkSet(NamedTuple):
     heights: np.ndarray  # int64 [N], pixels
     widths: np.ndarray  # int64 [N], pixels
     num_classes: int  # of the score maps
-
-
-# For a loader that reads only one of these.
-EMPTY = BenchmarkSet(*[None] * len(BenchmarkSet._fields))
 
 
 class PeerConfig(NamedTuple):
@@ -190,68 +174,7 @@ class OurLoader:
         self._loader.close()
 
 
-class AugmentedFolder(OurLoader):
-    """Our loader of a folder with RandAugment, of whole images before the crop or of the crops."""
-
-    def __init__(self, before_crop: bool, config: PeerConfig) -> None:
-        super().__init__("folder", False, config)
-        augment = Augment(rand_augment=RAND_AUGMENT, augment_before_crop=before_crop)
-        self._augmentation = Augmentation(
-            self._loader.plan, augment, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-        )
-
-    def batches(self, epoch: int) -> PeerBatches:
-        for batch in load_crops(self._loader, self._augmentation, epoch):
-            size = batch.image.shape[1:3]
-            choice = self._augmentation.choose(batch.epoch, batch.index, batch.repeat, *size)
-            image = self._augmentation.crops(batch, choice)
-            yield PeerBatch(int(batch.weight.sum()), image, batch.label, None)
-
-
-def load_first_batch(beton: str, threads: str, batch: str, size: str) -> None:
-    """Open our loader on a .beton and wait for its first batch, with score maps if it has any."""
-    data = EMPTY._replace(beton=Path(beton))
-    loader = OurLoader("ffcv", True, PeerConfig(data, int(threads), int(batch), int(size)))
-    next(loader.batches(0))
-    loader.close()
-
-
 Build = Callable[[PeerConfig], Peer]
-
-
-class ConcurrentPeers:
-    """Two peers at once, each in its own thread with half of the threads.
-
-    Batches come in order of completion.
-    """
-
-    def __init__(self, build: Build, other: Build, config: PeerConfig) -> None:
-        half = config._replace(threads=max(1, config.threads // 2))
-        self._peers = build(half), other(half)
-
-    def batches(self, epoch: int) -> PeerBatches:
-        # None is the sentinel that ends one peer's epoch.
-        queue = SimpleQueue()
-
-        def run(peer: Peer) -> None:
-            try:
-                for batch in peer.batches(epoch):
-                    queue.put(batch)
-            finally:
-                # Also after an error, or the consumer would wait forever; `result` raises it below.
-                queue.put(None)
-
-        with ThreadPoolExecutor(2) as pool:
-            runs = [pool.submit(run, peer) for peer in self._peers]
-            # The queue is common: either peer's sentinel ends either of the two passes.
-            for _ in runs:
-                yield from iter(queue.get, None)
-            for one in runs:
-                one.result()
-
-    def close(self) -> None:
-        for peer in self._peers:
-            peer.close()
 
 
 class StockFfcv(Peer):
@@ -357,15 +280,6 @@ def build_nvidia_pipeline(
     return pipeline()
 
 
-NVIDIA_PROBE = """
-import sys
-from pathlib import Path
-from benchmarks.peers import EMPTY, NvidiaDali, PeerConfig
-data = EMPTY._replace(folder=Path(sys.argv[1]))
-assert sum(batch.count for batch in NvidiaDali("gpu", PeerConfig(data, 1, 2, 32)).batches(0)) == 2
-"""
-
-
 def require_gpu() -> None:
     """Raise RuntimeError if there is no CUDA device."""
     if not torch.cuda.is_available():
@@ -375,21 +289,11 @@ def require_gpu() -> None:
 def probe_nvidia_gpu() -> None:
     """Raise RuntimeError if there is no GPU, or if decoding a crop on it fails.
 
-    nvImageCodec 0.9, which DALI 2.3 and 2.4 bring, was reported to segfault there on H100 and B200
-    (nvImageCodec issue 55), so a separate process tries it first.
+    nvImageCodec 0.9, which DALI 2.3 and 2.4 bring, was reported to segfault there.
     """
     require_gpu()
-    with tempfile.TemporaryDirectory() as folder:
-        images = Path(folder, "class")
-        images.mkdir()
-        for name in ("0.jpg", "1.jpg"):
-            Image.effect_noise((320, 240), 60).convert("RGB").save(images / name)
-        words = [sys.executable, "-c", NVIDIA_PROBE, folder]
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    if done.returncode:
-        # A process that ends with a segmentation fault has printed nothing.
-        why = done.stderr.strip().splitlines()[-1:] or [f"the process ended with {done.returncode}"]
-        raise RuntimeError(f"it cannot decode crops on this GPU: {why[0]}")
+    if why := probe_regions(0):
+        raise RuntimeError(f"its decoder of crops {why}")
 
 
 class DataLoaderPeer:
@@ -712,20 +616,14 @@ def our_entries(kind: str, *needs: object) -> dict[str, Entry]:
 DALI = "nvidia.dali", "pip install nvidia-dali-cuda130, or -cuda120"
 SIMPLEJPEG = "simplejpeg", "pip install simplejpeg"
 NVIDIA = "nvidia.dali.plugin.pytorch", DALI[1]
-DALI_AND_FFCV = partial(
-    ConcurrentPeers, partial(OurLoader, "dali-gpu", True), partial(OurLoader, "ffcv", True)
-)
 PEERS = {
     **our_entries("ffcv"),
     "ffcv-2-crops+labels": Entry(partial(OurLoader, "ffcv", True, repeats=2), maps=True),
     "ffcv-2-crops": Entry(partial(OurLoader, "ffcv", False, repeats=2)),
     **our_entries("ffcv-planes"),
     **our_entries("folder"),
-    "folder-augmented": Entry(partial(AugmentedFolder, False)),
-    "folder-augmented-before": Entry(partial(AugmentedFolder, True)),
     **our_entries("dali-cpu", *DALI),
     **our_entries("dali-gpu", *DALI, require_gpu),
-    "dali-gpu+ffcv+labels": Entry(DALI_AND_FFCV, *DALI, require_gpu, maps=True),
     "ffcv-stock": Entry(StockFfcv, "ffcv", "pip install ffcv==1.0.2 setuptools"),
     "nvidia-dali-cpu": Entry(partial(NvidiaDali, "cpu"), *NVIDIA),
     "nvidia-dali-gpu": Entry(partial(NvidiaDali, "gpu"), *NVIDIA, probe_nvidia_gpu),

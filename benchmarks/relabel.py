@@ -37,9 +37,11 @@ from benchmarks.harness import (
     Output,
     Series,
     command,
+    compare,
     device_name,
     environment,
     report,
+    spread_rows,
     take_turns,
     use_cores,
 )
@@ -55,8 +57,8 @@ from densefeed.system.devices import choose_device
 from densefeed.system.errors import UserError
 
 OURS, PEER, TEACHER = "pass", "stand-in", "teacher"
-# Required ratio of OURS to PEER, and the goal.
-BAR, AIM = 2.0, 4.0
+# Required ratio of OURS to PEER.
+BAR = "2, goal 4"
 # The published teacher.
 CONFIG = {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD, "interpolation": "bicubic"}
 
@@ -95,11 +97,11 @@ def main(benchmark: RelabelBenchmark) -> dict:
         f"ours {benchmark.precision}{', compiled' if benchmark.compile else ''}; "
         f"{device_name(device)}"
     )
-    pairs, threads = [(OURS, TEACHER)], benchmark.threads
+    ratios = [compare(OURS, TEACHER, rates[OURS], rates[TEACHER])]
     if benchmark.stand_in:
-        print(f"{OURS} / {PEER}: required {BAR}, goal {AIM}")
-        pairs.insert(0, (OURS, PEER))
-    return report(benchmark, rates, "images/s", pairs, facts, data, threads, prefix="relabel ")
+        ratios.insert(0, compare(OURS, PEER, rates[OURS], rates[PEER], bar=BAR))
+    facts |= {"threads": benchmark.threads}
+    return report(benchmark, spread_rows(rates, "images/s"), ratios, data, facts, "relabel ")
 
 
 def check(benchmark: RelabelBenchmark) -> None:

@@ -47,7 +47,7 @@ second of the same round, so larger is better. Rows are appended to --results.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import count, islice, repeat
@@ -66,7 +66,6 @@ from torch import Tensor, nn
 
 from benchmarks.harness import (
     CORES,
-    QUARTILES,
     Count,
     Output,
     check_threads,
@@ -74,11 +73,8 @@ from benchmarks.harness import (
     compare,
     device_name,
     environment,
-    format_spread,
-    print_table,
-    ratio_rows,
-    save,
-    spread,
+    report,
+    spread_rows,
     take_turns,
     use_cores,
 )
@@ -116,15 +112,15 @@ SGD, SAM, CASTS = "ours+sgd", "ours+sam", "ours+casts"
 # other; SGD takes no longer than AdamW, SAM at most 2.1 times as long; weights cast together save
 # 2 %.
 BARS = {
-    (OURS, TIMM): None,
-    (LABELS, OURS): 0.97,
-    (DRLOC, OURS): 1 / 1.02,
-    (OURS + LOADER, OURS): 0.97,
-    (LABELS + LOADER, LABELS): 0.97,
-    (BOTH, IN_TURN): 1 / 1.15,
-    (SGD, OURS): 1.0,
-    (SAM, OURS): 1 / 2.1,
-    (OURS, CASTS): 1.02,
+    (OURS, TIMM): "",
+    (LABELS, OURS): "0.97",
+    (DRLOC, OURS): "1 / 1.02",
+    (OURS + LOADER, OURS): "0.97",
+    (LABELS + LOADER, LABELS): "0.97",
+    (BOTH, IN_TURN): "1 / 1.15",
+    (SGD, OURS): "1",
+    (SAM, OURS): "1 / 2.1",
+    (OURS, CASTS): "1.02",
 }
 # Largest relative difference of two losses that are equal up to rounding: bfloat16 resolves 2^-8,
 # and part of that remains in the sums.
@@ -237,6 +233,7 @@ def main(benchmark: StepBenchmark) -> dict:
     """Measure, print and record; return the document that --json writes."""
     check(benchmark)
     device, facts = choose_device(benchmark.device), environment()
+    facts |= {"threads": benchmark.threads}
     if device.type != "cuda" and "captured" in benchmark.modes:
         raise UserError(
             f"--modes captured: CUDA graphs need a GPU, and the device is {device}; "
@@ -267,30 +264,23 @@ def main(benchmark: StepBenchmark) -> dict:
         f"{benchmark.model}, {benchmark.batch} images of {benchmark.size} px, {classes} classes, "
         f"{str(dtype).removeprefix('torch.')}; {device_name(device)}"
     )
-    document = summarize(contest, rates, benchmark)
-    document |= {"data": data, "environment": facts}
-    show(document)
-    common = {"data": data, "threads": benchmark.threads, "runs": benchmark.rounds}
-    save(benchmark, document, csv_rows(document), "step ", **facts, **common)
-    return document
-
-
-def summarize(contest: Contest, rates: Rates, benchmark: StepBenchmark) -> dict:
-    """Return rates, ratios and equality of a contest."""
-    return {
-        "rows": [
-            {"name": name, "mode": mode, "images_per_s": spread(values), "runs": len(values)}
-            for (name, mode), values in rates.items()
-        ],
-        "ratios": ratios(rates),
-        "equality": contest.equality,
-        # The first turn is the warm-up.
-        "data_wait_share": [
-            {"name": name, "mode": mode, **spread(shares[-benchmark.rounds :])}
-            for (name, mode), shares in contest.waits.items()
-            if name.endswith(LOADER)
-        ],
+    rows = spread_rows({", ".join(key): values for key, values in rates.items()}, "images/s")
+    # The first turn is the warm-up.
+    waits = {
+        f"{name} waits for data, {mode}": shares[1:]
+        for (name, mode), shares in contest.waits.items()
+        if name.endswith(LOADER)
     }
+    rows += spread_rows(waits, "ratio")
+    found = contest.equality
+    document = report(benchmark, rows, ratios(rates), data, facts, "step ", equality=found)
+    for row in found:
+        ours, theirs = (" and ".join(f"{loss:.6f}" for loss in row[name]) for name in (OURS, TIMM))
+        print(
+            f"{row['mode']}: losses before and after the first update {ours}, timm's {theirs}: "
+            f"relative difference {row['rel_error']:.1e} (at most {row['bar']:g})"
+        )
+    return document
 
 
 def check(benchmark: StepBenchmark) -> None:
@@ -499,10 +489,8 @@ def build_step(
     name: str, config: Config, trainable: nn.Module, loader: ThreadedLoader, device: torch.device
 ) -> OurStep:
     """Build the step of one of ours."""
-    with ExitStack() as stack:
-        if name == CASTS:
-            none = mock.patch.object(compilation, "WeightCopies", cast_nothing)
-            stack.enter_context(none)
+    leave = mock.patch.object(compilation, "WeightCopies", cast_nothing)
+    with leave if name == CASTS else nullcontext():
         return OurStep(config, trainable, loader, device)
 
 
@@ -600,64 +588,11 @@ def ratios(rates: Rates) -> list[dict]:
             1 / (1 / a + 1 / b) for a, b in zip(rates[OURS, mode], rates[AGENT, mode], strict=True)
         ]
     return [
-        compare(a, b, rates[a, mode], rates[b, mode], what="images_per_s", mode=mode)
+        compare(a, b, rates[a, mode], rates[b, mode], f", {mode}", bar)
         for mode in dict.fromkeys(mode for _, mode in rates)
-        for a, b in BARS
+        for (a, b), bar in BARS.items()
         if (a, mode) in rates and (b, mode) in rates
     ]
-
-
-# ------------------------------------------------------------------------- results
-
-
-def show(document: dict) -> None:
-    """Print the document: two tables, and lines below them."""
-    print(document["data"])
-    rows = [
-        (row["name"], row["mode"], *format_spread(row["images_per_s"], ",.1f"))
-        for row in document["rows"]
-    ]
-    columns = "step", "mode", *QUARTILES
-    print_table("Images per second, whole steps", columns, rows, texts=2)
-    show_ratios(document["ratios"])
-    for row in document["equality"]:
-        ours, theirs = (" and ".join(f"{loss:.6f}" for loss in row[name]) for name in (OURS, TIMM))
-        print(
-            f"{row['mode']}: losses before and after the first update {ours}, timm's {theirs}: "
-            f"relative difference {row['rel_error']:.1e} (at most {row['bar']:g})"
-        )
-    for row in document["data_wait_share"]:
-        print(
-            f"{row['name']}, {row['mode']}: {100 * row['median']:.1f} % of the time spent waiting "
-            "for data"
-        )
-
-
-def show_ratios(ratios: list[dict]) -> None:
-    """Print the table of the ratios, and what DRLoc costs."""
-    rows = []
-    for ratio in ratios:
-        bar = BARS[ratio["a"], ratio["b"]]
-        numbers = *format_spread(ratio, ".3f"), f"{bar:.3g}" if bar else ""
-        rows.append((ratio["a"], ratio["b"], ratio["mode"], *numbers))
-    columns = "a", "to b", "mode", *QUARTILES, "required"
-    print_table("Ratios within a round", columns, rows, texts=3)
-    for ratio in ratios:
-        if ratio["a"] == DRLOC:
-            paid = 100 * (1 / ratio["median"] - 1)
-            print(
-                f"{ratio['mode']}: DRLoc costs {paid:+.1f} % of a step; "
-                "Table 14 of its paper: +1.8 to +2.4 %"
-            )
-
-
-def csv_rows(document: dict) -> list[dict]:
-    """Return CSV rows: one per contestant, ratio and share of waiting."""
-    rows = [row | row["images_per_s"] | {"unit": "images/s"} for row in document["rows"]]
-    rows += ratio_rows(document["ratios"])
-    for row in document["data_wait_share"]:
-        rows.append(row | {"name": f"{row['name']} waits for data", "unit": "ratio"})
-    return [row | {"name": f"{row['name']}, {row['mode']}"} for row in rows]
 
 
 if __name__ == "__main__":

@@ -31,9 +31,7 @@ from benchmarks.harness import (
     command,
     compare,
     environment,
-    print_rows,
-    ratio_rows,
-    save,
+    report,
     spread_rows,
     take_turns,
     use_cores,
@@ -58,8 +56,8 @@ PEERS = {"torch.load": True, "torch.load, unpickled": False}
 PEER = "torch.load"
 # Our rows per file that torch.load reads in a round: as few of ours would take only milliseconds.
 ROWS_PER_FILE = 32
-# Times the speed of torch.load: required and goal.
-BAR, AIM = 100, 170
+# Times the speed of torch.load.
+BAR = "100, goal 170"
 # Largest bytes of a compact map, and the goal: a published .pt file has 8,069.
 MOST_BYTES, AIM_BYTES = 8069 / 2, 8069 / 2.8
 
@@ -93,34 +91,21 @@ def main(benchmark: StoreBenchmark) -> dict:
         files = [path.stat().st_size for path in Path(folder, "pt").iterdir()]
         sizes[PEER] = float(np.mean(files))
         error, palette = stores["compact"].error, int(np.median(stores["raw"].palette))
-    rows = spread_rows(rates, "rows/s")
-    # Times are the inverse of rates.
-    ratios = [
-        compare(peer, ours, rates[ours], rates[peer], what="time")
-        for peer in PEERS
-        for ours in (*FORMS, MAPPED, SINGLE)
-    ]
-    facts = environment()
-    document = {
-        "rows": rows,
-        "ratios": ratios,
-        "bytes": sizes,
-        "error": error._asdict(),
-        "environment": facts,
-    }
     data = (
         f"{benchmark.images} maps of {benchmark.side} x {benchmark.side} cells, "
         f"top {benchmark.top_k} of {benchmark.classes}, {palette} named"
     )
-    print(data)
-    times = {name: [1e6 / rate for rate in runs] for name, runs in rates.items()}
-    found = ratio_rows(ratios)
-    found += spread_rows({name: [size] for name, size in sizes.items()}, "bytes/image")
-    print_rows(spread_rows(times, "µs/row") + found)
-    print(f"time: required {BAR}, goal {AIM}; compact: {error}")
-    print(f"bytes/image of compact: required {MOST_BYTES:,.0f}, goal {AIM_BYTES:,.0f}")
-    common = {"data": data, "threads": 1, "runs": benchmark.rounds}
-    save(benchmark, document, rows + found, "store ", **facts, **common)
+    rows = spread_rows(rates, "rows/s")
+    rows += spread_rows({name: [size] for name, size in sizes.items()}, "bytes/image")
+    # Times are the inverse of rates.
+    ratios = [
+        compare(peer, ours, rates[ours], rates[peer], bar=BAR if ours in FORMS else "")
+        for peer in PEERS
+        for ours in (*FORMS, MAPPED, SINGLE)
+    ]
+    facts, found = environment() | {"threads": 1}, error._asdict()
+    document = report(benchmark, rows, ratios, data, facts, "store ", error=found)
+    print(f"compact: {error}; its bytes/image: required {MOST_BYTES:,.0f}, goal {AIM_BYTES:,.0f}")
     return document
 
 

@@ -42,9 +42,7 @@ from benchmarks.harness import (
     compare,
     device_name,
     environment,
-    print_rows,
-    ratio_rows,
-    save,
+    report,
     spread_rows,
     take_turns,
     use_cores,
@@ -65,12 +63,12 @@ from densefeed.system.progress import steps_bar
 
 # Required ratio and goal, by --compare, quantity and device.
 BARS = {
-    ("dense", "time", "cpu"): (1 / 5, 1 / 8),
-    ("dense", "time", "cuda"): (1 / 8, 1 / 15),
-    ("dense", "memory", "cpu"): (1 / 10, 1 / 20),
-    ("dense", "memory", "cuda"): (1 / 10, 1 / 20),
-    ("head", "memory", "cpu"): (1 / 4, 1 / 20),
-    ("head", "memory", "cuda"): (1 / 4, 1 / 20),
+    ("dense", "time", "cpu"): "1 / 5, goal 1 / 8",
+    ("dense", "time", "cuda"): "1 / 8, goal 1 / 15",
+    ("dense", "memory", "cpu"): "1 / 10, goal 1 / 20",
+    ("dense", "memory", "cuda"): "1 / 10, goal 1 / 20",
+    ("head", "memory", "cpu"): "1 / 4, goal 1 / 20",
+    ("head", "memory", "cuda"): "1 / 4, goal 1 / 20",
 }
 # Pixels of the uncropped images. They are primes: half of a width of 500 would span 9 of 18 cells
 # up to rounding, and RoIAlign, which takes ceil(9) samples, might take 10. Then no two dense
@@ -132,22 +130,21 @@ def main(benchmark: TargetBenchmark) -> dict:
     step = make(benchmark, device)
     rates, megabytes = measure(losses, step, benchmark)
     loss_error, grad_error = errors(step)
-    a, b = losses
-    ratios = [
-        # Times are the inverse of rates.
-        compare(a, b, rates[b], rates[a], what="time"),
-        compare(a, b, megabytes[a], megabytes[b], what="memory"),
-    ]
-    document = {"ratios": ratios, "loss_rel_error": loss_error, "grad_abs_error": grad_error}
-    data = describe(benchmark, device)
-    print(data)
-    # Time and memory are measured in different numbers of runs.
+    # Times are the inverse of rates.
+    times = {name: [1 / rate for rate in values] for name, values in rates.items()}
+    (a, b), ratios = losses, []
+    for what, values in (("time", times), ("memory", megabytes)):
+        bar = BARS.get((benchmark.compare, what, device.type), "")
+        ratios.append(compare(a, b, values[a], values[b], f", {what}", bar))
     rows = spread_rows(rates, "images/s") + spread_rows(megabytes, "MB")
-    for row, count in zip(ratio_rows(ratios), (benchmark.rounds, MEMORY_RUNS), strict=True):
-        rows.append(row | {"name": f"{row['name']}, {row['what']}", "runs": count})
-    show(document, rows, benchmark.compare, device)
-    common = environment() | {"data": data, "threads": benchmark.threads}
-    save(benchmark, document, rows, "targets ", **common)
+    facts = environment() | {"threads": benchmark.threads}
+    found = {"loss_rel_error": loss_error, "grad_abs_error": grad_error}
+    data = describe(benchmark, device)
+    document = report(benchmark, rows, ratios, data, facts, "targets ", **found)
+    print(
+        f"error against float64: loss {loss_error:.1e} relative (at most 2e-06), "
+        f"gradient {grad_error:.1e} absolute (at most 1e-07)"
+    )
     return document
 
 
@@ -403,24 +400,6 @@ def describe(benchmark: TargetBenchmark, device: torch.device) -> str:
     maps = f"maps of {cells} of {benchmark.top_k} of {benchmark.palette} classes"
     extra = f", tokens of {benchmark.width}" if benchmark.compare == "head" else ""
     return f"{images}, {maps}{extra}; {device_name(device)}"
-
-
-def show(document: dict, rows: list[dict], compare: str, device: torch.device) -> None:
-    """Print rows, required ratios and errors."""
-    print_rows(rows)
-    for ratio in document["ratios"]:
-        if bar := BARS.get((compare, ratio["what"], device.type)):
-            required, goal = map(format_ratio, bar)
-            print(f"{ratio['what']}, required ratio (goal): {required} ({goal})")
-    print(
-        f"error against float64: loss {document['loss_rel_error']:.1e} relative "
-        f"(at most 2e-06), gradient {document['grad_abs_error']:.1e} absolute (at most 1e-07)"
-    )
-
-
-def format_ratio(ratio: float) -> str:
-    """Format a small ratio as a fraction, e.g. `1 / 5.0`."""
-    return f"{ratio:.3f}" if ratio > 0.7 else f"1 / {1 / ratio:.1f}"
 
 
 if __name__ == "__main__":

@@ -160,7 +160,7 @@ STAGES = (
         "loaders-dali",
         120,
         "benchmarks.loaders --rounds 3 "
-        "--loaders ffcv+labels,dali-gpu+labels,dali-gpu,dali-gpu+ffcv+labels,nvidia-dali-gpu",
+        "--loaders ffcv+labels,dali-gpu+labels,dali-gpu,nvidia-dali-gpu",
         "--loaders ffcv+labels,folder --images 16 --rounds 1 --threads 1",
     ),
 )

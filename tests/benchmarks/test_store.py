@@ -22,7 +22,7 @@ def test_small_run_writes_json_and_csv(tmp_path):
     assert len(document["ratios"]) == 10
     assert all(0 < ratio["p25"] <= ratio["median"] <= ratio["p75"] for ratio in document["ratios"])
     rows = list(csv.DictReader(paths["results"].open()))
-    assert [row["unit"] for row in rows] == 7 * ["rows/s"] + 10 * ["ratio"] + 4 * ["bytes/image"]
+    assert [row["unit"] for row in rows] == 7 * ["rows/s"] + 4 * ["bytes/image"] + 10 * ["ratio"]
     rates = {row["name"]: float(row["median"]) for row in rows[:7]}
     assert rates["store raw"] > 0
 

@@ -6,10 +6,9 @@
 The published way is torch.load of float16 `[2, k, S, S]`, logits and class ids, and a cast to
 float32: with `weights_only=True` (`torch.load`), and without it as in that code (`torch.load,
 unpickled`). `raw`, `lossless` and `compact` do what the loaders do: random rows, each read from the
-file, checked against its CRC and expanded, in batches of --batch. `raw, memory map` is the row
-alone: a copy from a memory map, one row at a time, without a CRC check. `raw, one by one` is one
-call of `ScoreMapStore.rows` per row. All read the same maps in random order on one core, from the
-page cache. The maps are synthetic: --palette classes per image, in patches.
+file, checked against its CRC and expanded, in batches of --batch. All read the same maps in random
+order on one core, from the page cache. The maps are synthetic: --palette classes per image, in
+patches.
 
 A ratio is torch.load's time / ours, so larger is better: the median of the ratios within a round.
 Bytes per image are those of the whole file, path and label included. Rows are appended to
@@ -46,11 +45,9 @@ from densefeed.storage.maintenance import convert
 from densefeed.storage.packs import to_published
 from densefeed.storage.row_codecs import ScoreMaps
 from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, StoreHeader
-from densefeed.storage.store_file import StoreFile
 from densefeed.system.errors import UserError
 
 FORMS = ("raw", "lossless", "compact")
-MAPPED, SINGLE = "raw, memory map", "raw, one by one"
 # Name: weights_only, the default since PyTorch 2.6; the published code is older.
 PEERS = {"torch.load": True, "torch.load, unpickled": False}
 PEER = "torch.load"
@@ -99,9 +96,7 @@ def main(benchmark: StoreBenchmark) -> dict:
     rows += spread_rows({name: [size] for name, size in sizes.items()}, "bytes/image")
     # Times are the inverse of rates.
     ratios = [
-        compare(peer, ours, rates[ours], rates[peer], bar=BAR if ours in FORMS else "")
-        for peer in PEERS
-        for ours in (*FORMS, MAPPED, SINGLE)
+        compare(peer, ours, rates[ours], rates[peer], bar=BAR) for peer in PEERS for ours in FORMS
     ]
     facts, found = environment() | {"threads": 1}, error._asdict()
     document = report(benchmark, rows, ratios, data, facts, "store ", error=found)
@@ -164,11 +159,6 @@ def make_stores(folder: Path, benchmark: StoreBenchmark) -> dict[str, ScoreMapSt
 def measure(folder: Path, stores: dict[str, ScoreMapStore], benchmark: StoreBenchmark) -> Series:
     """Return rows per second of each contestant, one value per round."""
     memory, batch = Memory(), benchmark.batch
-    file = StoreFile(stores["raw"].path)
-    mapped = [
-        np.memmap(file.path, file.types[name][0], "r", file.offsets[name], file.types[name][1])
-        for name in ("logit", "cls")
-    ]
 
     def draw_ids(number: int, per_file: int) -> np.ndarray:
         # The round is the seed, so that all contestants of a round draw the same rows.
@@ -185,20 +175,6 @@ def measure(folder: Path, stores: dict[str, ScoreMapStore], benchmark: StoreBenc
             assert not read_maps(parts).any()
         return len(ids)
 
-    def copy_rows(number: int) -> int:
-        ids = draw_ids(number, ROWS_PER_FILE)
-        for n in ids.tolist():
-            for array in mapped:
-                # Without copy() nothing would be read: indexing a memory map returns a view.
-                array[n].copy()
-        return len(ids)
-
-    def read_singly(number: int) -> int:
-        ids = draw_ids(number, 1)
-        for at in range(len(ids)):
-            stores["raw"].rows(ids[at : at + 1])
-        return len(ids)
-
     def load_files(weights_only: bool, number: int) -> int:
         ids = draw_ids(number, 1)
         for n in ids.tolist():
@@ -206,7 +182,6 @@ def measure(folder: Path, stores: dict[str, ScoreMapStore], benchmark: StoreBenc
         return len(ids)
 
     works = {form: partial(read_batches, form) for form in FORMS}
-    works |= {MAPPED: copy_rows, SINGLE: read_singly}
     works |= {peer: partial(load_files, weights_only) for peer, weights_only in PEERS.items()}
     with use_cores(1):
         return take_turns(works, benchmark.rounds)

@@ -17,6 +17,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from densefeed.system.commands import COMMANDS
+from densefeed.tools import score_maps
 
 ROOT = Path(__file__).parent.parent
 PAGE = "reference/command-line.md"
@@ -37,7 +38,7 @@ defaults. Shown are those of `lvvit_s_224_token_label`; [Recipes](recipes.md) li
 PARTS = {
     "advise": (),
     "train": ("lvvit_s_224_token_label",),
-    "score-maps": ("verify", "convert", "merge", "status", "redo", "fetch"),
+    "score-maps": tuple(score_maps.COMMANDS),
     "beton": ("verify",),
 }
 

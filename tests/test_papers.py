@@ -314,7 +314,7 @@ def test_a_recipe_has_the_figures_of_its_row_in_its_help():
     """The rows whose command is a recipe without options that change it."""
     for claim in CLAIMS:
         for words in map(shlex.split, commands_of(claim)[-1:]):
-            if words[1] != "train.py" or set(words[3::2]) - {"--init"}:
+            if words[1] != "train" or set(words[3::2]) - {"--init"}:
                 continue
             stated = iter(figures_of_help(words[2]))
             figures = [n for n in numbers(claim.figures) if "after" not in claim.figures]

@@ -15,6 +15,7 @@ import torch
 
 from densefeed.recipes import RECIPES
 from densefeed.system.commands import COMMANDS
+from densefeed.tools import score_maps
 
 ROOT = Path(__file__).parent.parent
 SMALL = {
@@ -268,7 +269,7 @@ RECIPE = "lvvit_micro_token_label"  # recipes differ in their defaults only
 SUBCOMMANDS = {
     "train": (RECIPE,),
     "advise": (RECIPE,),
-    "score-maps": ("verify", "convert", "merge", "status", "redo", "fetch"),
+    "score-maps": tuple(score_maps.COMMANDS),
     "beton": ("verify",),
 }
 BENCHMARKS = sorted(

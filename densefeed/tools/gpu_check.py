@@ -247,27 +247,25 @@ def run_stage(stage: Stage, check: GpuCheck, seconds: float) -> dict:
     words = [sys.executable, "-m", *stage.words.split()]
     words += stage.small.split() if check.small else []
     print(f"{stage.name}: {' '.join(words[1:])}", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        rows = Path(folder, "rows.csv")
-        if stage.name != "tests":
-            words += ["--results", str(rows)]
-            # A loader's name says where it decodes.
-            is_loader = "benchmarks.loaders" in words
-            words += [] if is_loader else ["--device", check.device]
-            # Not the folder of generated files that another run may be filling.
-            generates = is_loader or "--loader" in words
-            words += ["--cache", folder] if generates and check.small else []
-        began = time.monotonic()
-        state, text = run_limited(words, seconds)
-        with (check.out / "log.txt").open("a", errors="replace") as log:
-            log.write(f"$ {' '.join(words[1:])}\n{text}\n{state}\n\n")
-        measured = list(csv.DictReader(rows.open())) if rows.exists() else []
-        append_rows(rows, check.out / "results.csv")
+    rows, out = check.out / "results.csv", check.out.resolve()
+    before = len(read_rows(rows))
+    if stage.name != "tests":
+        words += ["--results", str(out / rows.name)]
+        # A loader's name says where it decodes.
+        is_loader = "benchmarks.loaders" in words
+        words += [] if is_loader else ["--device", check.device]
+        # Not the folder of generated files that another run may be filling.
+        generates = is_loader or "--loader" in words
+        words += ["--cache", str(out / "cache")] if generates and check.small else []
+    began = time.monotonic()
+    state, text = run_limited(words, seconds)
+    with (check.out / "log.txt").open("a", errors="replace") as log:
+        log.write(f"$ {' '.join(words[1:])}\n{text}\n{state}\n\n")
     kept = "name", "median", "p25", "p75", "unit"
     return {
         "state": state,
         "seconds": round(time.monotonic() - began, 1),
-        "rows": [{key: row[key] for key in kept} for row in measured],
+        "rows": [{key: row[key] for key in kept} for row in read_rows(rows)[before:]],
         "last": text.splitlines()[-TAIL:] if state != "done" else [],
     }
 
@@ -292,12 +290,9 @@ def run_limited(words: list[str], seconds: float) -> tuple[str, str]:
         return state, output.read()
 
 
-def append_rows(rows: Path, to: Path) -> None:
-    """Append the rows of a CSV file to another, whose header they share."""
-    if rows.exists():
-        header, *lines = rows.read_text().splitlines(keepends=True)
-        with to.open("a") as file:
-            file.writelines(lines if file.tell() else [header, *lines])
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Read the rows of a results file, of which there may be none yet."""
+    return list(csv.DictReader(path.open())) if path.exists() else []
 
 
 def show(results: dict) -> None:

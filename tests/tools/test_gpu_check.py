@@ -25,11 +25,12 @@ import subprocess, sys, time
 way, results = sys.argv[1], sys.argv[sys.argv.index("--results") + 1]
 print("measuring", way)
 if way == "hangs":
-    subprocess.run([sys.executable, "-c", f"import time; time.sleep(99); open({results!r}, 'w')"])
+    subprocess.run([sys.executable, "-c", f"import time; time.sleep(99); open({results!r}, 'a')"])
 if way == "fails":
     sys.exit(3)
-with open(results, "w") as file:
-    file.write("name,median,p25,p75,unit\\nrate,1234.5,1000,1500,images/s\\n")
+with open(results, "a") as file:
+    file.write("name,median,p25,p75,unit\\n" * (not file.tell()))
+    file.write("rate,1234.5,1000,1500,images/s\\n")
 """
 # Another one, which terminates the check.
 TERMINATES = """

@@ -56,6 +56,11 @@ class Stage(NamedTuple):
     goals: tuple[Goal, ...] = ()
 
 
+# Sizes of steps and loaders on a CPU.
+SMALL_STEP = (
+    "--model lvvit_micro --size 64 --batch 4 --classes 10 --steps 1 --rounds 1 --modes eager"
+)
+SMALL_LOADERS = "--loaders ffcv+labels,folder --images 16 --rounds 1 --threads 1"
 # Ratios of steps and targets are the bars of their benchmarks. A benchmark writes its rows at its
 # end, and before compiles three networks in each mode: on two cores with other work beside it,
 # `compiled` took 196 s for LV-ViT-S, `whole` and `captured` together 386 s.
@@ -66,7 +71,7 @@ STAGES = (
         "step-lvvit-s",
         240,
         "benchmarks.step --objective token-label --batch 256 --modes eager compiled",
-        "--model lvvit_micro --size 64 --batch 4 --classes 10 --steps 1 --rounds 1 --modes eager",
+        SMALL_STEP,
         (Goal("step ours+labels, compiled", 8000), Goal("step ours+labels / ours, compiled", 0.97)),
     ),
     Stage(
@@ -81,7 +86,7 @@ STAGES = (
         "step-lvvit-s-captured",
         360,
         "benchmarks.step --objective token-label --batch 256 --modes whole captured",
-        "--model lvvit_micro --size 64 --batch 4 --classes 10 --steps 1 --rounds 1 --modes eager",
+        SMALL_STEP,
         (Goal("step ours+labels, captured", 8000),),
     ),
     Stage(
@@ -89,14 +94,14 @@ STAGES = (
         240,
         "benchmarks.step --loader ffcv --objective token-label --batch 256 --steps 32 --rounds 5 "
         "--modes compiled",
-        "--model lvvit_micro --size 64 --batch 4 --classes 10 --steps 1 --rounds 1 --modes eager",
+        SMALL_STEP,
         (Goal("step ours+labels+loader / ours+labels, compiled", 0.97),),
     ),
     Stage(
         "step-deit-s",
         240,
         "benchmarks.step --model lvvit_deit_s --objective token-label --batch 256",
-        "--model lvvit_micro --size 64 --batch 4 --classes 10 --steps 1 --rounds 1 --modes eager",
+        SMALL_STEP,
         (Goal("step ours+labels, compiled", 12000),),
     ),
     Stage(
@@ -113,7 +118,7 @@ STAGES = (
         "step-casts",
         240,
         "benchmarks.step --batch 256 --casts --modes compiled",
-        "--model lvvit_micro --size 64 --batch 4 --classes 10 --steps 1 --rounds 1 --modes eager",
+        SMALL_STEP,
         (Goal("step ours / ours+casts, compiled", 1.02),),
     ),
     Stage(
@@ -137,23 +142,21 @@ STAGES = (
         "step-swin-drloc",
         360,
         "benchmarks.step --model swin_tiny_patch4_window7_224 --drloc --batch 128",
-        "--model lvvit_micro --size 64 --batch 4 --classes 10 --steps 1 --rounds 1 --modes eager "
-        "--drloc-grid 4",
+        f"{SMALL_STEP} --drloc-grid 4",
         (Goal("step ours+drloc / ours, compiled", 1 / 1.02),),
     ),
     Stage(
         "step-bootstrapping",
         360,
         "benchmarks.step --model bootstrapping_vit_b --bootstrap joint --batch 64",
-        "--model bootstrapping_vit_micro --size 64 --batch 4 --classes 10 --steps 1 --rounds 1 "
-        "--modes eager",
+        f"{SMALL_STEP} --model bootstrapping_vit_micro",
         (Goal("step both / ours, then agent, compiled", 1 / 1.15),),
     ),
     Stage(
         "loaders",
         120,
         "benchmarks.loaders --loaders ffcv+labels,folder+labels --rounds 3",
-        "--loaders ffcv+labels,folder --images 16 --rounds 1 --threads 1",
+        SMALL_LOADERS,
     ),
     # Apart, because it fails where DALI's decoder does.
     Stage(
@@ -161,7 +164,7 @@ STAGES = (
         120,
         "benchmarks.loaders --rounds 3 "
         "--loaders ffcv+labels,dali-gpu+labels,dali-gpu,nvidia-dali-gpu",
-        "--loaders ffcv+labels,folder --images 16 --rounds 1 --threads 1",
+        SMALL_LOADERS,
     ),
 )
 NAMES = tuple(stage.name for stage in STAGES)

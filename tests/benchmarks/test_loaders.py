@@ -6,7 +6,6 @@ import csv
 import json
 import math
 import os
-import subprocess
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,7 +27,6 @@ from benchmarks.peers import (
 from benchmarks.photographs import beton_dataset, sample_dataset
 from densefeed.storage.beton import Beton
 from densefeed.storage.images import Images
-from densefeed.system import provenance
 from densefeed.system.errors import UserError
 
 IMAGES, CLASSES, BATCH, SIZE = 16, 8, 8, 48
@@ -450,31 +448,6 @@ def test_results_file_with_other_columns_is_left_unchanged(tmp_path):
     with pytest.raises(UserError, match=r"results.csv has other columns"):
         append_rows(results, [{"name": "x"}])
     assert results.read_text() == "when,what\n1,2\n"
-
-
-def test_commit_is_dirty_unless_only_results_differ(tmp_path, monkeypatch):
-    def git(*words):
-        subprocess.run(
-            ["git", "-c", "user.name=n", "-c", "user.email=e", *words],
-            cwd=tmp_path,
-            check=True,
-            capture_output=True,
-        )
-
-    monkeypatch.setattr(provenance, "ROOT", tmp_path)
-    git("init", "-q")
-    (tmp_path / "a.py").write_text("1")
-    git("add", ".")
-    git("commit", "-qm", "one")
-    clean = provenance.commit()
-    assert len(clean) == 12
-    (tmp_path / "benchmarks").mkdir()
-    (tmp_path / provenance.RESULTS).write_text("rows")
-    assert provenance.commit() == clean
-    (tmp_path / "a.py").write_text("2")
-    assert provenance.commit() == f"{clean}-dirty"
-    monkeypatch.setattr(provenance, "ROOT", tmp_path / "nowhere")
-    assert provenance.commit() == "unknown"
 
 
 # ------------------------------------------------------------------------- errors

@@ -226,26 +226,6 @@ def test_an_audit_that_cannot_be_made_is_refused(scenes, located, tmp_path, name
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["a.h5", "b.h5"], "Unrecognized options: b.h5"),
-        (["a.h5", "--boxes", "boxes.json"], "Unrecognized options: --boxes"),
-        ([], "Missing from audit.py"),
-    ],
-)
-def test_a_command_line_that_is_not_one_file_of_score_maps_is_refused(
-    words, message, monkeypatch, capsys
-):
-    """One file is audited at a time, and the options of reports are unknown."""
-    monkeypatch.setattr("sys.argv", ["audit.py", *words])
-    with pytest.raises(SystemExit) as exit:
-        audit_tool.command()
-    assert exit.value.code == 2
-    # A missing file has this exit code too.
-    assert message in capsys.readouterr().err
-
-
 def test_a_page_of_many_classes_and_cells_stays_small(folder, random_maps, tmp_path):
     """With S = 18 and 1,000 classes, most cells are drawn."""
     store = random_store(

@@ -118,15 +118,18 @@ def test_results_do_not_make_a_checkout_dirty(check, tmp_path, monkeypatch):
     (root / "benchmarks" / "results.csv").touch()
     for module in (gpu_check, provenance):
         monkeypatch.setattr(module, "ROOT", root)
-    monkeypatch.setattr(provenance, "RESULTS", root / "benchmarks" / "results.csv")
     author = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
     for words in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "one"]):
         subprocess.run(["git", *words], cwd=root, check=True)
     check, first = replace(check, out=root / "measured", only=("works",)), commit()
+    assert len(first) == 12
     gpu_check.main(check)
+    (root / "benchmarks" / "results.csv").write_text("rows")
     assert (check.out / "results.csv").exists()
-    assert commit() == first != "unknown"
+    assert commit() == first
     gpu_check.main(check)
+    (root / "another.py").touch()
+    assert commit() == f"{first}-dirty"
 
 
 def test_a_check_that_is_terminated_stops_its_stage(tmp_path, command):

@@ -7,7 +7,6 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from densefeed.system.errors import UserError
 from densefeed.tools.make_digit_scenes import Scenes, load_scans, main
 
 
@@ -58,28 +57,3 @@ def test_the_label_is_the_largest_digit_and_boxes_contain_bright_ink(scenes):
             assert gray[top:bottom, left:right].max() > 150
         assert areas[0] == max(areas)
         assert all(digit["digit"] != digits[0]["digit"] for digit in digits[1:])
-
-
-def test_an_existing_folder_is_not_overwritten(scenes):
-    before = files(scenes)
-    with pytest.raises(UserError, match=r"exists already"):
-        main(Scenes(out=scenes, train=30, val=20))
-    assert files(scenes) == before
-
-
-def test_a_failure_leaves_no_files(tmp_path, monkeypatch):
-    import densefeed.tools.make_digit_scenes as tool
-
-    calls = []
-
-    def fail(*arguments):
-        calls.append(1)
-        if len(calls) > 5:
-            raise OSError(28, "No space left on device")
-        return original(*arguments)
-
-    original = tool.scene
-    monkeypatch.setattr(tool, "scene", fail)
-    with pytest.raises(OSError, match="No space"):
-        main(Scenes(out=tmp_path / "scenes", train=30, val=20))
-    assert list(tmp_path.iterdir()) == []

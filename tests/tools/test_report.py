@@ -140,10 +140,8 @@ def test_the_report_shows_how_many_images_were_evaluated(run_folder):
     ("name", "content", "message"),
     [
         ("config.json", b"{", "config.json is damaged (Expecting property name"),
-        ("config.json", b"[" * 10**5, "config.json is damaged (it is nested too deeply); copy"),
         ("config.json", b"{}", "config.json was written by another version of densefeed"),
         ("environment.json", b"", "environment.json is damaged (Expecting value"),
-        ("environment.json", b"[]", "environment.json is damaged (it does not hold an object)"),
         ("environment.json", b"{}", "environment.json is damaged (cores is missing)"),
         ("environment.json", None, "run is not a run folder (environment.json is missing)"),
         ("result.json", b'{"top1": NaN}', "result.json is damaged (NaN is not a finite number)"),

@@ -318,8 +318,6 @@ def test_a_beton_has_no_file_names_so_its_own_order_counts(images, beton, resnet
     [
         ("[[1], [2", "real.json is damaged \\(Expecting"),
         ('{"a": 1}', "real.json is damaged \\(it does not hold a list\\); copy it again"),
-        ("[[%s]]" % ("7" * 5000), "real.json is damaged \\(it has an integer of 5,000 digits"),
-        ("[" * 100_000, "real.json is damaged \\(it is nested too deeply\\); copy it again"),
         ("[1, 2]", "is not a list of lists"),
         ('[["cat"]]', "is not a list of lists"),
         ("[[-1]]", "is not a list of lists"),
@@ -472,8 +470,6 @@ def test_defaults_are_those_of_the_run(images, student):
         (dict(crop_pct=1e-320), "--crop-pct is 1e-320, and must be from 0.001 to 1"),
         (dict(device="meta"), "--device meta cannot be used here"),
         (dict(device="nowhere"), "--device nowhere cannot be used"),
-        (dict(model="test_vit"), "does not fit the model test_vit"),
-        (dict(model=""), "does not contain its model's name"),
     ],
 )
 def test_invalid_options_are_refused(images, resnet, tmp_path, fields, message):

@@ -15,15 +15,18 @@ the earlier form are all read with `torch.load`, and arrays of NumPy with `numpy
 import io
 import struct
 import warnings
-import zipfile
-import zlib
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from densefeed.storage.torch_files import TorchFileError, check_torch_file, read_members
+from densefeed.storage.torch_files import (
+    TorchFileError,
+    check_torch_file,
+    read_member,
+    read_members,
+)
 from densefeed.system.errors import first_line
 from densefeed.system.files import open_regular
 
@@ -49,7 +52,7 @@ class Layout(NamedTuple):
     offset: int  # bytes
     nbytes: int  # of the storage
 
-    def view(self, storage: memoryview) -> np.ndarray:
+    def view(self, storage: bytes) -> np.ndarray:
         """View `storage`, which has `nbytes` bytes, as the array."""
         return np.ndarray(self.shape, self.dtype, storage, self.offset, self.strides)
 
@@ -146,39 +149,29 @@ def load_tensor(content: bytes) -> torch.Tensor:
     return tensor
 
 
-def split_zip(content: bytes) -> tuple[bytes, memoryview] | None:
+def split_zip(content: bytes) -> tuple[bytes, bytes] | None:
     """Split a zip file of one tensor into its pickle without KEY, and its storage.
 
     Returns None for any other file. Raises TensorError if the storage does not match its CRC in the
     zip.
     """
+    file = io.BytesIO(content)
     try:
-        pickled, found = read_members(io.BytesIO(content), len(content), MAX_PICKLE)
+        pickled, found = read_members(file, len(content), MAX_PICKLE)
     # `load_tensor` gives the reason.
     except TorchFileError:
         return None
     keys = [name[5:] for name in found if name.startswith("data/")]
     if len(keys) != 1 or not keys[0].isdigit():
         return None
-    if "byteorder" in found and read_member(content, found["byteorder"]) != b"little":
-        return None
     named = b"X" + struct.pack("<L", len(keys[0])) + keys[0].encode()
     # Two places could make different pickles equal once the key is removed.
     if pickled.count(named) != 1:
         return None
-    return pickled.replace(named, b"X"), read_member(content, found[f"data/{keys[0]}"])
-
-
-def read_member(content: bytes, member: zipfile.ZipInfo) -> memoryview:
-    """Read an uncompressed member of a zip; TensorError if it does not match its CRC.
-
-    `ZipFile.read` takes twice as long.
-    """
-    # A header of 30 bytes comes first, whose end are the lengths of a name and an extra field.
-    begin = member.header_offset + 30
-    for at in (begin - 4, begin - 2):
-        begin += int.from_bytes(content[at : at + 2], "little")
-    stored = memoryview(content)[begin : begin + member.file_size]
-    if zlib.crc32(stored) != member.CRC:
-        raise TensorError("is damaged (its checksum differs)")
-    return stored
+    try:
+        if "byteorder" in found and read_member(file, found["byteorder"]) != b"little":
+            return None
+        storage = read_member(file, found[f"data/{keys[0]}"])
+    except TorchFileError as error:
+        raise TensorError(f"is damaged ({error})") from error
+    return pickled.replace(named, b"X"), storage

@@ -11,6 +11,7 @@ import io
 import pickletools
 import struct
 import zipfile
+import zlib
 from collections.abc import Iterator
 from typing import BinaryIO
 
@@ -113,9 +114,24 @@ def read_members(
         pickled = members.get("data.pkl")
         if pickled and pickled.file_size > max_pickle:
             raise TorchFileError(f"its pickle has more than {max_pickle:,} bytes")
-        return (archive.read(pickled) if pickled else b""), members
+        return (read_member(file, pickled) if pickled else b""), members
     except ZIP_ERRORS as error:
         raise TorchFileError(f"it is not a complete zip file ({type(error).__name__})") from error
+
+
+def read_member(file: BinaryIO, member: zipfile.ZipInfo) -> bytes:
+    """Read an uncompressed member of a zip; TorchFileError if it does not match its CRC.
+
+    `ZipFile.read` takes twice as long.
+    """
+    # A header of 30 bytes comes first, whose end are the lengths of a name and an extra field.
+    file.seek(member.header_offset + 26)
+    lengths = int.from_bytes(file.read(2), "little"), int.from_bytes(file.read(2), "little")
+    file.seek(sum(lengths), io.SEEK_CUR)
+    content = file.read(member.file_size)
+    if zlib.crc32(content) != member.CRC:
+        raise TorchFileError("its checksum differs")
+    return content
 
 
 def find_directory(file: BinaryIO, size: int) -> int:

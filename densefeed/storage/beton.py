@@ -480,30 +480,25 @@ class Beton:
         """Return the file descriptors of samples, int32 `[N]`."""
         return np.array(self.descriptors, np.int32)[self.images.file[ids]]
 
-    def arrays(self, ids: np.ndarray, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
-        """Copy the rows `ids` of ndarray fields (default: all), `{name: [len(ids), *shape]}`.
+    def arrays(self, ids: np.ndarray) -> dict[str, np.ndarray]:
+        """Copy the rows `ids` of all ndarray fields, `{name: [len(ids), *shape]}`.
 
-        Raises UserError if a sample's arrays do not match their checksum. If there is one, all
-        arrays of the samples are read for it.
+        Raises UserError if a sample's arrays do not match their checksum.
         """
-        wanted = self._offsets if names is None else [self._number(name) for name in names]
-        # The checksum of a sample covers all its arrays.
-        numbers = wanted if self.crcs is None else self._offsets
-        columns = {
-            n: np.empty((len(ids), *self.fields[n].shape), self.fields[n].dtype) for n in numbers
-        }
+        fields = {n: self.fields[n] for n in self._offsets}
+        columns = [np.empty((len(ids), *field.shape), field.dtype) for field in fields.values()]
         # Checksums are over the stored bytes, whatever the dtype.
-        views = {n: column.reshape(len(ids), -1).view(np.uint8) for n, column in columns.items()}
+        views = [column.reshape(len(ids), -1).view(np.uint8) for column in columns]
         for row, index in enumerate(ids.tolist()):
-            for n in numbers:
-                self._read_into(index, views[n][row], self._offsets[n][index])
+            for view, offsets in zip(views, self._offsets.values(), strict=True):
+                self._read_into(index, view[row], offsets[index])
             if self.crcs is None:
                 continue
-            if arrays_crc(views[n][row] for n in numbers) != self.crcs[index]:
+            if arrays_crc(view[row] for view in views) != self.crcs[index]:
                 raise UserError(
                     f"{self.where(index)}: its arrays are damaged; pack or copy the file again"
                 )
-        return {self.fields[n].name: columns[n] for n in wanted}
+        return {field.name: array for field, array in zip(fields.values(), columns, strict=True)}
 
     def _number(self, name: str) -> int:
         for n in self._offsets:

@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -68,14 +68,6 @@ CLASS_FILES = "classes.txt", "classnames.txt"
 INDEXED = 8
 # Columns of images where the metadata of Hugging Face are missing.
 IMAGE_COLUMNS = "image", "img"
-
-
-class Columns(NamedTuple):
-    """The columns that are read of Parquet files; `names` is None if the file has none."""
-
-    image: str
-    label: str
-    names: list[str] | None
 
 
 # ------------------------------------------------------------------------- which files
@@ -265,21 +257,24 @@ def read_parquet(root: Path | ObjectURL, column: str, split: str) -> ParquetImag
             raise UserError(
                 f"{path} has other columns or classes than {places[0]}; give files of one dataset"
             )
-        columns = found
+        columns = image, label, class_names = found
         files.append(file)
-        labels.append(read_labels(file, columns.label))
+        labels.append(read_labels(file, label))
         # Nothing is opened under these names.
-        found = read_column(file, f"{columns.image}.path").to_pylist()
-        names += ["" if not name or find_path_fault(name) else name for name in found]
+        texts = read_column(file, f"{image}.path").to_pylist()
+        names += ["" if not text or find_path_fault(text) else text for text in texts]
         rows += [f"{row:06d}" for row in range(len(labels[-1]))]
         numbers += [number] * len(labels[-1])
     label_N, paths = np.concatenate(labels), name_samples(places, numbers, names, rows)
-    class_names = columns.names or name_classes((places[0].parent, root), label_N)
-    return ParquetImages(paths, label_N, class_names, files, columns.image)
+    class_names = class_names or name_classes((places[0].parent, root), label_N)
+    return ParquetImages(paths, label_N, class_names, files, image)
 
 
-def find_columns(file: ParquetFile, column: str) -> Columns:
-    """Find the columns of the images and labels of a file. UserError if they are not there."""
+def find_columns(file: ParquetFile, column: str) -> tuple[str, str, list[str] | None]:
+    """Find the columns of the images and labels of a file, and the names of its classes, if any.
+
+    UserError if they are not there.
+    """
     import pyarrow as pa
 
     schema, features = file.metadata.schema.to_arrow_schema(), read_features(file)
@@ -302,7 +297,7 @@ def find_columns(file: ParquetFile, column: str) -> Columns:
             f"{file.path} has no column of integers {column or 'label'!r}; give --dataset "
             f"parquet/COLUMN, one of {', '.join(classes or integers) or 'none'}"
         )
-    return Columns(images[0], labels[0], read_names(features.get(labels[0], {}), file.path))
+    return images[0], labels[0], read_names(features.get(labels[0], {}), file.path)
 
 
 def is_image(kind: "pa.DataType") -> bool:

@@ -128,7 +128,12 @@ def match(images: Images, labels: Path) -> Matching:
     found = Matching(labels, "", np.zeros(len(images), np.uint8))
     root_claims = defaultdict(list)
 
-    def count_extra(unclaimed: set[str]) -> None:
+    def settle(there: set[str], claims: dict[str, list[int]]) -> None:
+        """Mark files of several images, and count those of none."""
+        for indices in claims.values():
+            if len(indices) > 1:
+                found.rule[indices] = SHARED
+        unclaimed = there - claims.keys()
         found.extra += len(unclaimed)
         found.extra_names += sorted(unclaimed)[: NAMED - len(found.extra_names)]
 
@@ -142,13 +147,11 @@ def match(images: Images, labels: Path) -> Matching:
                     found.rule[index] = rule
                     (claims if stem in there else root_claims)[stem].append(index)
                     break
-        mark_shared(found, claims)
-        count_extra(there - claims.keys())
-    mark_shared(found, root_claims)
-    count_extra(at_root - root_claims.keys())
+        settle(there, claims)
+    settle(at_root, root_claims)
     for entry in sorted(os.scandir(labels), key=lambda entry: entry.name):
         if entry.is_dir() and entry.name not in folders:
-            count_extra(list_maps(labels, entry.name, kinds))
+            settle(list_maps(labels, entry.name, kinds), {})
     if not kinds:
         raise UserError(
             f"{labels} holds no .pt or .npy files in class folders; "
@@ -158,13 +161,6 @@ def match(images: Images, labels: Path) -> Matching:
         raise UserError(f"{labels} holds both .pt and .npy files; move one kind away")
     (found.suffix,) = kinds
     return found
-
-
-def mark_shared(found: Matching, claims: dict[str, list[int]]) -> None:
-    """Set the rule of images that match one file to SHARED."""
-    for indices in claims.values():
-        if len(indices) > 1:
-            found.rule[indices] = SHARED
 
 
 def list_maps(root: Path, folder: str, kinds: Counter) -> set[str]:

@@ -219,7 +219,12 @@ def share_plan(objects: Objects, plan: Plan) -> None:
     if objects.create(PLAN, plan.to_json()) or objects.read(PLAN) == plan.to_json():
         return
     theirs, out = read_plan(objects), objects.root
-    check_same_plan(plan, theirs, out)
+    replace(plan.header, fingerprint=theirs.header.fingerprint).check_same(theirs.header, out)
+    if plan.shard_images != theirs.shard_images:
+        raise UserError(
+            f"{out} was started with --shard-images {theirs.shard_images}, not "
+            f"{plan.shard_images}; give the same or choose another --out"
+        )
     new = [shard for shard in plan.shards if shard.name not in theirs.shards]
     there = objects.list(SHARDS)
     if len(new) == len(plan.shards) and any(f"{name}.json" in there for name in theirs.shards):
@@ -266,16 +271,6 @@ def remove_shard(objects: Objects, name: str, there: Iterable[str]) -> None:
     if isinstance(objects, ObjectFolder):
         for path in (objects.root / PARTS).glob(f"{name}.*"):
             path.unlink(missing_ok=True)
-
-
-def check_same_plan(plan: Plan, theirs: StoredPlan, out: Location) -> None:
-    """Raise UserError, which names `out`, if its plan has other options."""
-    replace(plan.header, fingerprint=theirs.header.fingerprint).check_same(theirs.header, out)
-    if plan.shard_images != theirs.shard_images:
-        raise UserError(
-            f"{out} was started with --shard-images {theirs.shard_images}, not "
-            f"{plan.shard_images}; give the same or choose another --out"
-        )
 
 
 # ------------------------------------------------------------------------------------- publication

@@ -75,7 +75,7 @@ def test_data_set_has_the_same_distinct_jpegs_in_every_format(data):
 
 
 def test_published_files_have_the_maps_of_the_beton(data):
-    both = Beton(data.beton).arrays(np.arange(IMAGES), ["map"])["map"]
+    both = Beton(data.beton).arrays(np.arange(IMAGES))["map"]
     for n, path in enumerate(data.paths):
         name = os.path.relpath(path, data.folder).replace(".jpg", ".pt")
         published = torch.load(data.published / name, weights_only=True)

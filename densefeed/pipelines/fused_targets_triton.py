@@ -71,68 +71,41 @@ def palette_kernel(
         name = tl.load(map_class + entry, mask=inside, other=0).to(tl.int32)
         place = tl.load(rank + name, mask=inside & (name < classes), other=-1)
         tl.store(slot + entry, place, mask=inside)
+    # The entries as they are pooled: `palette_maps` and `apply_temperature`.
     for start in range(0, cells, BLOCK):
         cell = start + tl.arange(0, BLOCK)
-        write_values(
-            map_logit,
-            map_lse,
-            value,
-            share,
-            image * cells + cell,
-            cell < cells,
-            top_k,
-            classes,
-            temperature,
-            TAIL,
-            SOFTENED,
-        )
-
-
-@triton.jit
-def write_values(
-    map_logit,
-    map_lse,
-    value,
-    share,
-    cell,
-    inside,
-    top_k,
-    classes,
-    temperature,
-    TAIL: tl.constexpr,
-    SOFTENED: tl.constexpr,
-):
-    """Write the entries of cells as they are pooled: `palette_maps` and `apply_temperature`."""
-    first = cell * top_k
-    if TAIL:
-        others = classes - top_k
-        lse = tl.load(map_lse + cell, mask=inside, other=0.0).to(tl.float32)
-        kept = tl.zeros_like(lse)
-        peak = kept - float("inf")
-        for j in range(top_k):
-            log_probability = tl.load(map_logit + first + j, mask=inside, other=0.0) - lse
-            kept += tl.exp(log_probability)
-            peak = tl.maximum(peak, log_probability)
-        scale = 1 / tl.where(others > 0, tl.maximum(kept, 1.0), kept)
-        total = kept * scale
-        spread = tl.maximum(1 - total, 0.0) / tl.maximum(others, 1)
-        tl.store(share + cell, spread, mask=inside)
-        softened = tl.zeros_like(lse)
-        if SOFTENED:
+        inside = cell < cells
+        cell += image * cells
+        first = cell * top_k
+        if TAIL:
+            others = classes - top_k
+            lse = tl.load(map_lse + cell, mask=inside, other=0.0).to(tl.float32)
+            kept = tl.zeros_like(lse)
+            peak = kept - float("inf")
             for j in range(top_k):
                 log_probability = tl.load(map_logit + first + j, mask=inside, other=0.0) - lse
-                softened += tl.exp((log_probability - peak) / temperature)
-        for j in range(top_k):
-            log_probability = tl.load(map_logit + first + j, mask=inside, other=0.0) - lse
+                kept += tl.exp(log_probability)
+                peak = tl.maximum(peak, log_probability)
+            scale = 1 / tl.where(others > 0, tl.maximum(kept, 1.0), kept)
+            total = kept * scale
+            spread = tl.maximum(1 - total, 0.0) / tl.maximum(others, 1)
+            tl.store(share + cell, spread, mask=inside)
+            softened = tl.zeros_like(lse)
             if SOFTENED:
-                probability = total * tl.exp((log_probability - peak) / temperature) / softened
-            else:
-                probability = tl.exp(log_probability) * scale
-            tl.store(value + first + j, probability - spread, mask=inside)
-    else:
-        for j in range(top_k):
-            logit = tl.load(map_logit + first + j, mask=inside, other=0.0).to(tl.float32)
-            tl.store(value + first + j, logit / temperature, mask=inside)
+                for j in range(top_k):
+                    log_probability = tl.load(map_logit + first + j, mask=inside, other=0.0) - lse
+                    softened += tl.exp((log_probability - peak) / temperature)
+            for j in range(top_k):
+                log_probability = tl.load(map_logit + first + j, mask=inside, other=0.0) - lse
+                if SOFTENED:
+                    probability = total * tl.exp((log_probability - peak) / temperature) / softened
+                else:
+                    probability = tl.exp(log_probability) * scale
+                tl.store(value + first + j, probability - spread, mask=inside)
+        else:
+            for j in range(top_k):
+                logit = tl.load(map_logit + first + j, mask=inside, other=0.0).to(tl.float32)
+                tl.store(value + first + j, logit / temperature, mask=inside)
 
 
 @triton.jit
@@ -249,52 +222,9 @@ def pool_kernel(
     tokens = grid_rows * grid_columns
     known = hits / (count_x * count_y)
     divisor = tl.zeros_like(hits) + count_x * count_y if UNIFORM else tl.maximum(hits, 1.0)
-    write_targets(
-        pooled / divisor[:, None],
-        pooled_share / divisor,
-        known,
-        row < tokens,
-        image * tokens + row,
-        column,
-        tl.load(place + WEIGHT),
-        extra,
-        base,
-        weight,
-        total,
-        classes,
-        slots,
-        on,
-        off,
-        sums_to,
-        TAIL,
-        UNIFORM,
-    )
-
-
-@triton.jit
-def write_targets(
-    pooled,
-    pooled_share,
-    known,
-    inside,
-    row,
-    column,
-    image_weight,
-    extra,
-    base,
-    weight,
-    total,
-    classes,
-    slots,
-    on,
-    off,
-    sums_to,
-    TAIL: tl.constexpr,
-    UNIFORM: tl.constexpr,
-):
-    """Write rows of SparseTargets from means over their samples."""
+    pooled /= divisor[:, None]
     if TAIL:
-        rest = pooled_share
+        rest = pooled_share / divisor
         if UNIFORM:
             rest += (1 - known) / classes
         above = pooled * on
@@ -306,13 +236,15 @@ def write_targets(
         scale = on / (classes * rest + tl.sum(above, 1))
         above *= scale[:, None]
         rest *= scale
+    inside = row < tokens
+    row += image * tokens
     used = inside[:, None] & (column < slots)[None, :]
     tl.store(extra + row[:, None] * slots + column[None, :], above, mask=used)
     tl.store(base + row, rest + off, mask=inside)
     tl.store(total + row, tl.zeros_like(rest) + sums_to, mask=inside)
     if UNIFORM:
         known = tl.zeros_like(known) + 1.0
-    tl.store(weight + row, known * image_weight, mask=inside)
+    tl.store(weight + row, known * tl.load(place + WEIGHT), mask=inside)
 
 
 def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *arguments, **constants) -> None:

@@ -9,7 +9,6 @@ import platform
 import struct
 import subprocess
 import tempfile
-import threading
 import time
 import zlib
 from functools import partial
@@ -898,59 +897,6 @@ def test_close_drops_pending_jobs_and_later_use_raises(photographs):
         pool.wait(jobs[0])
     with pytest.raises(RuntimeError, match="closed"):
         pool.submit(jobs[0])
-
-
-def test_close_in_another_thread_ends_a_wait(photographs):
-    pool, job, raised = native.Pool(1), slow_job(photographs, 5000), []
-
-    def wait():
-        try:
-            pool.wait(job)
-        except RuntimeError as error:
-            raised.append(str(error))
-
-    pool.submit(job)
-    waiter = threading.Thread(target=wait)
-    waiter.start()
-    time.sleep(0.05)
-    pool.close()
-    waiter.join(60)
-    assert not waiter.is_alive()
-    assert raised == ["this loader is closed"]
-
-
-def test_unreferenced_pool_is_closed(photographs):
-    def native_threads():
-        return len(os.listdir("/proc/self/task"))
-
-    before = native_threads()
-    pool = native.Pool(3)
-    pool.submit(slow_job(photographs, 2000))
-    assert native_threads() == before + 3
-    del pool
-    assert native_threads() == before
-
-
-def test_forked_child_gets_an_error_and_exits(photographs, pool):
-    job = slow_job(photographs, 4)
-    pool.submit(job)
-    child = os.fork()
-    if child == 0:  # no pytest code may run in the child
-        code = 1
-        try:
-            pool.wait(job)
-        except RuntimeError:
-            pool.close()
-            code = 0
-        finally:
-            os._exit(code)
-    deadline = time.monotonic() + 120
-    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0):
-        assert time.monotonic() < deadline, "the child hangs"
-        time.sleep(0.01)
-    assert done[1] == 0
-    pool.wait(job)
-    assert not job.samples["status"].any()
 
 
 @pytest.mark.parametrize("threads", [0, -1])

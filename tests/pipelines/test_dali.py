@@ -190,41 +190,6 @@ def test_whole_decode_and_slice_equals_region_decode(photos):
     assert shown[0].std() > 5
 
 
-@needs_dali
-def test_three_epochs_of_odd_sizes_show_every_sample_once(photos):
-    """6 photographs; batches that do not divide 6, runs that do not divide a batch, two ranks."""
-    for batch, repeats, ranks in ((8, 2, 2), (4, 1, 2), (5, 1, 1), (24, 24, 1)):
-        source = FfcvSource(photos / "x.beton")
-        plans = [
-            EpochPlan(
-                num_samples=6,
-                batch=batch,
-                seed=1,
-                mode="train",
-                repeats=repeats,
-                rank=rank,
-                ranks=ranks,
-                microbatches=ranks,
-                sizes=((0, 32), (2, 48)),
-            )
-            for rank in range(ranks)
-        ]
-        readers = [DaliLoader(source, plan, 1) for plan in plans]
-        for reader in readers:
-            reader._engine._rows = 3
-        for number in range(3):
-            batches = [batch for reader in readers for batch in reader.batches(number)]
-            seen = torch.cat(
-                [b.index[b.weight > 0] * 100 + b.repeat[b.weight > 0] for b in batches]
-            )
-            assert sorted(seen.tolist()) == [
-                n * 100 + repeat for n in range(6) for repeat in range(repeats)
-            ]
-            assert {b.image.shape[1] for b in batches} == {48 if number == 2 else 32}
-        for reader in readers:
-            reader.close()
-
-
 # ----------------------------------------------------------------------- cutting
 
 
@@ -547,19 +512,6 @@ def test_runs_are_limited_in_samples_and_pixels(photos):
         assert [len(run) for run in runs] == lengths
         assert [row for run in runs for row in run.tolist()] == list(range(len(pixels)))
     reader.close()
-
-
-@needs_dali
-def test_closing_from_another_thread_ends_the_engine(photos):
-    """Closing ends its thread in any state."""
-    reader = opened(FfcvSource(photos / "x.beton"), batch=256, repeats=256, size=224)
-    batches = reader.batches(0)
-    threading.Timer(0.2, reader.close).start()
-    with pytest.raises(RuntimeError, match="this loader is closed"):
-        for _ in batches:
-            pass
-    reader._engine._thread.join(60)
-    assert not reader._engine._thread.is_alive()
 
 
 # ----------------------------------------------------------------------- the engine's thread
@@ -894,15 +846,6 @@ def test_the_probe_runs_our_pipeline(command):
     assert done.returncode
     assert "in try_regions" in done.stderr  # it found our modules
     assert "No module" not in done.stderr
-
-
-@pytest.mark.slow
-@needs_dali
-@pytest.mark.skipif(torch.cuda.is_available(), reason="only for machines without a GPU")
-def test_the_probe_returns_the_reason():
-    why = dali.probe_regions(0)
-    assert why.startswith(("failed (", "was killed by signal"))
-    assert "No module" not in why  # the child found our modules
 
 
 def test_the_probe_has_jpegs_of_every_kind_that_a_loader_feeds():

@@ -1,9 +1,6 @@
 """`folder` against `ffcv`, sample by sample; both against torchvision's crop; errors surface."""
 
-import gc
 import shutil
-import threading
-import time
 
 import numpy as np
 import pytest
@@ -39,38 +36,11 @@ def loader(source, batch=4, threads=2, seed=3, size=32, mode="train", way="bilin
     return ThreadedLoader(source, plan, threads, **options)
 
 
-def assert_equal(one, other):
-    assert one.tensors.keys() == other.tensors.keys()
-    for name, tensor in one.tensors.items():
-        assert torch.equal(tensor, other.tensors[name]), name
-
-
 def epoch_of(source, epoch=0, start=0, **options):
     reader = loader(source, **options)
     batches = list(reader.batches(epoch, start))
     reader.close()
     return batches
-
-
-def test_folder_and_ffcv_give_the_same_epoch(folder, maps, beton):
-    """Ids, boxes, flips, maps, windows and pixels, every sample of two epochs."""
-    for epoch in (0, 1):
-        ours, theirs = (
-            epoch_of(FolderSource(folder, "train", maps), epoch),
-            epoch_of(FfcvSource(beton), epoch),
-        )
-        assert len(ours) == len(theirs) == 3
-        for one, other in zip(ours, theirs, strict=True):
-            assert_equal(one, other)
-
-
-def test_a_beton_with_its_maps_beside_it(folder, maps, beton, tmp_path, command):
-    bare = tmp_path / "bare.beton"
-    assert command("tools/pack_dataset.py", "--data", folder, "--out", bare).returncode == 0
-    for one, other in zip(
-        epoch_of(FfcvSource(bare, maps)), epoch_of(FfcvSource(beton)), strict=True
-    ):
-        assert_equal(one, other)
 
 
 @pytest.mark.parametrize("summed", [True, False], ids=["checksums", "none"])
@@ -88,16 +58,6 @@ def test_values_of_maps_are_checked_once_or_always_without_checksums(beton, monk
         assert len(list(reader.batches(epoch))) == 3
     reader.close()
     assert checked == [True] * 3 + [not summed] * 3
-
-
-@pytest.mark.parametrize("threads", [1, 4])
-def test_batches_do_not_depend_on_threads_or_resume(beton, threads):
-    whole = epoch_of(FfcvSource(beton))
-    for start in range(3):
-        for one, other in zip(
-            whole[start:], epoch_of(FfcvSource(beton), start=start, threads=threads), strict=True
-        ):
-            assert_equal(one, other)
 
 
 @pytest.mark.parametrize("planned", [1, 8, 1000])
@@ -214,13 +174,6 @@ def test_two_ranks_together_give_the_epoch_and_repeats_differ(beton):
     assert epochs[2, 0][-1].weight.tolist() == epochs[2, 1][-1].weight.tolist() == [1, 0]
 
 
-def test_image_sizes_follow_the_plan(beton):
-    plan = EpochPlan(num_samples=11, batch=4, seed=3, mode="train", sizes=((0, 16), (2, 48)))
-    reader = ThreadedLoader(FfcvSource(beton), plan, threads=2)
-    assert [next(reader.batches(epoch)).image.shape[1] for epoch in range(4)] == [16, 16, 48, 48]
-    reader.close()
-
-
 def test_memory_is_kept_between_epochs_until_the_size_changes(beton):
     plan = EpochPlan(num_samples=11, batch=4, seed=3, mode="train", sizes=((0, 16), (2, 48)))
     reader = ThreadedLoader(FfcvSource(beton), plan, threads=2)
@@ -236,58 +189,6 @@ def test_memory_is_kept_between_epochs_until_the_size_changes(beton):
     sizes = {shape for shape, _ in reader._memory._free if shape[-1] == 3}
     assert sizes == {(4, 48, 48, 3)}
     reader.close()
-
-
-def test_padding_has_weight_zero_and_every_sample_appears_once(beton):
-    batches = epoch_of(FfcvSource(beton))
-    assert all(batch.image.shape == (4, 32, 32, 3) for batch in batches)
-    weight, index = torch.cat([b.weight for b in batches]), torch.cat([b.index for b in batches])
-    assert weight.sum() == 11
-    assert sorted(index[weight == 1].tolist()) == list(range(11))
-
-
-@pytest.fixture
-def broken(folder, tmp_path):
-    """Copy the folder, one of its files truncated."""
-    root = shutil.copytree(folder, tmp_path / "broken")
-    victim = sorted((root / "train").glob("*/*.jpg"))[3]
-    victim.write_bytes(victim.read_bytes()[:200])
-    return root, victim
-
-
-def test_a_bad_sample_raises_with_its_id_and_path(broken):
-    root, victim = broken
-    reader = loader(FolderSource(root, "train"))
-    with pytest.raises(UserError, match=rf"sample 3: .*{victim.name} cannot be decoded"):
-        list(reader.batches(0))
-    reader.close()
-
-
-def test_a_bad_sample_is_skipped_and_never_black(broken, capsys):
-    root, victim = broken
-    reader = loader(FolderSource(root, "train"), on_bad_sample="skip")
-    batches = list(reader.batches(0))
-    reader.close()
-    assert reader.skipped == 1
-    assert victim.name in capsys.readouterr().err
-    weight, index = torch.cat([b.weight for b in batches]), torch.cat([b.index for b in batches])
-    assert weight.sum() == 10
-    assert 3 not in index.tolist()
-    assert all(image.float().std() > 1 for batch in batches for image in batch.image)
-
-
-def test_no_thread_remains_after_leaving_early(beton):
-    before = threading.active_count()
-    for _ in range(5):
-        reader = loader(FfcvSource(beton))
-        for _ in reader.batches(0):
-            break
-        reader.close()
-    gc.collect()
-    deadline = time.monotonic() + 60
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() == before
 
 
 def test_maps_of_another_dataset_are_refused(folder, maps, tmp_path, command):

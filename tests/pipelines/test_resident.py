@@ -12,7 +12,7 @@ from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.resident import ResidentMaps, map_bytes
 from densefeed.pipelines.targets import sparse_targets
-from densefeed.storage.score_maps import ScoreMaps, ScoreMapStore
+from densefeed.storage.score_maps import ScoreMaps
 from densefeed.system.errors import UserError
 
 CPU = torch.device("cpu")
@@ -106,16 +106,3 @@ def test_maps_that_exceed_the_memory_are_refused_unread(sources, monkeypatch):
         ResidentMaps(source, CPU)
     monkeypatch.undo()
     assert 10e6 < resident.free_memory(CPU) < 1e14
-
-
-def test_a_damaged_map_is_reported_before_the_first_step(folder, maps, tmp_path):
-    path = tmp_path / "maps.h5"
-    path.write_bytes(maps.read_bytes())
-    _, places = ScoreMapStore(path).places(np.array([7]))
-    with open(path, "r+b") as file:
-        file.seek(int(places[0, 0]) + 5)
-        byte = file.read(1)[0]
-        file.seek(int(places[0, 0]) + 5)
-        file.write(bytes([byte ^ 1]))
-    with pytest.raises(UserError, match=r"maps.h5: row 7 .* is damaged"):
-        ResidentMaps(FolderSource(folder, "train", path), CPU)

@@ -149,14 +149,6 @@ def test_the_order_of_buckets_is_random_and_unbiased():
         assert ((part - expected) ** 2 / expected).sum() < 45.3
 
 
-def test_every_epoch_has_another_order():
-    chosen = plan()
-    one, other = chosen.permutation(0), chosen.permutation(1)
-    assert (one != other).mean() > 0.99
-    np.testing.assert_array_equal(plan().permutation(0), one)
-    assert [chosen.shape(0, n) for n in range(30)] != [chosen.shape(1, n) for n in range(30)]
-
-
 def test_each_batch_draws_a_scale_with_equal_probability():
     sides = (160, 192, 224)
     chosen = plan(3200, multi_scale=sides)

@@ -49,6 +49,14 @@ def test_every_operation_of_timms_sets_is_implemented():
         "rand-m9-n16-tweights",
         "rand-mstdx-m1.2.3",
         "9",
+        # timm accepts each of these as another string, mostly rand-m10.
+        "rand-mfoo",
+        "rand-mnan",
+        "rand-m9-rotate",
+        "rand-m9-tfoo",
+        "rand-m9-t0.3",
+        "rand-",
+        "rand-m9 ",
     ],
 )
 def test_an_invalid_string_is_refused(text):
@@ -92,21 +100,3 @@ def test_timm_has_the_internals_that_we_use():
 )
 def test_shears_follows_the_set_of_operations(text, shears):
     assert Augment(rand_augment=text).shears == shears
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "rand-mfoo",
-        "rand-mnan",
-        "rand-m9-rotate",
-        "rand-m9-tfoo",
-        "rand-m9-t0.3",
-        "rand-",
-        "rand-m9 ",
-    ],
-)
-def test_a_typing_error_is_refused(text):
-    """timm accepts each of these as another string, mostly rand-m10."""
-    with pytest.raises(UserError, match="is not a RandAugment string"):
-        RandAugmentSpec.parse(text)

@@ -105,12 +105,6 @@ class _Packed(Structure):
     _fields_ = (("cells", c_int32), ("top_k", c_int32), ("palette", c_void_p), ("levels", c_void_p))
 
 
-class _Limits(Structure):
-    """`Limits` in native.h."""
-
-    _fields_ = tuple((name, c_int32) for name in ("cells", "top_k", "classes", "palette"))
-
-
 class _Batch(Structure):
     """`Batch` in native.h."""
 
@@ -189,6 +183,16 @@ def _call(function: str, encoded: bytes, *arguments: object) -> None:
         raise _explain(status, message.value)
 
 
+def _make_bytes(function: str, encoded: bytes, *arguments: object) -> bytes:
+    """Return the bytes that such a function makes of a JPEG, and free the library's copy."""
+    out, length = c_void_p(), c_size_t()
+    _call(function, encoded, *arguments, byref(out), byref(length))
+    try:
+        return string_at(out, length.value)
+    finally:
+        library().densefeed_free(out)
+
+
 def _explain(status: int, message: bytes) -> Exception:
     """Return the error for a status. A lack of memory is not a fault of the image."""
     error = JpegError(status, message)
@@ -222,12 +226,7 @@ def transcode(encoded: bytes, interval: int) -> bytes:
     The DCT coefficients are the same, the Huffman tables are optimized. Of the APP segments only
     JFIF and Adobe are kept. JpegError if the file is damaged or neither grayscale nor RGB.
     """
-    out, length = c_void_p(), c_size_t()
-    _call("transcode", encoded, interval, byref(out), byref(length))
-    try:
-        return string_at(out, length.value)
-    finally:
-        library().densefeed_free(out)
+    return _make_bytes("transcode", encoded, interval)
 
 
 def planes(encoded: bytes) -> bytes:
@@ -237,12 +236,7 @@ def planes(encoded: bytes) -> bytes:
     of the JPEG with an index; without one libjpeg decodes large crops at a smaller scale. JpegError
     if the file is damaged or neither grayscale nor RGB.
     """
-    out, length = c_void_p(), c_size_t()
-    _call("planes", encoded, *probe(encoded), byref(out), byref(length))
-    try:
-        return string_at(out, length.value)
-    finally:
-        library().densefeed_free(out)
+    return _make_bytes("planes", encoded, *probe(encoded))
 
 
 class Packed(NamedTuple):
@@ -366,26 +360,21 @@ class Job:
         assert [part.dtype for part in parts.to] == ["<f2", "<u2", "<f2", "<f4"]
         assert [part[0].size for part in parts.to] == [cells * top_k, cells * top_k, cells, 4]
         if parts.packed is not None:
-            self._set_packing(parts, cells, top_k)
+            palette, levels = parts.packed
+            assert palette.shape == (N,)
+            assert palette.min(initial=1) > 0
+            assert palette.max(initial=1) <= 65536
+            assert levels is None or levels.shape == (256,)
+            addresses = self._address(palette, np.int32), self._address(levels, np.float32)
+            packed = _Packed(cells, top_k, *addresses)
+            # `addressof` keeps nothing alive.
+            self._keep.append(packed)
+            self.batch.packed = addressof(packed)
         if parts.limits is not None:
             classes, palette = parts.limits
-            # A class has 16 bits.
-            limits = _Limits(cells, top_k, min(classes, 65536), palette)
-            # `addressof` keeps nothing alive.
-            self._keep.append(limits)
-            self.batch.limits = addressof(limits)
-
-    def _set_packing(self, parts: Parts, cells: int, top_k: int) -> None:
-        palette, levels = parts.packed
-        assert palette.shape == (len(self.samples),)
-        assert palette.min(initial=1) > 0
-        assert palette.max(initial=1) <= 65536
-        assert levels is None or levels.shape == (256,)
-        packed = _Packed(
-            cells, top_k, self._address(palette, np.int32), self._address(levels, np.float32)
-        )
-        self._keep.append(packed)
-        self.batch.packed = addressof(packed)
+            # `Limits` in native.h; a class has 16 bits.
+            limits = [cells, top_k, min(classes, 65536), palette]
+            self.batch.limits = self._address(limits, np.int32)
 
     def decode(self) -> None:
         """Decode on the calling thread."""
@@ -504,23 +493,21 @@ def check(encoded: bytes, height: int, width: int, kind: int = JPEG) -> None:
     has another size, or is not supported by this decoder.
     """
     # The smallest useful output: only the decoding matters, and it reads the whole image.
-    _decode_whole(encoded, (height, width), kind, (8, 8))
+    decode(encoded, height, width, kind, (8, 8))
 
 
-def decode(encoded: bytes, height: int, width: int, kind: int) -> np.ndarray:
-    """Decode a whole stored image of `kind`: uint8 `[height, width, 3]`. JpegError as `check`."""
-    return _decode_whole(encoded, (height, width), kind, (height, width))
-
-
-def _decode_whole(
-    encoded: bytes, extent: tuple[int, int], kind: int, size: tuple[int, int]
+def decode(
+    encoded: bytes, height: int, width: int, kind: int, size: tuple[int, int] | None = None
 ) -> np.ndarray:
-    """Decode an image of `extent` (height, width) and resize it to `size`; JpegError as `check`."""
+    """Decode a whole stored image of `kind`: uint8 `[height, width, 3]`, or resized to `size`.
+
+    JpegError as `check`.
+    """
     content, sample = np.frombuffer(encoded, np.uint8), np.zeros(1, SAMPLE)
     sample["bytes"], sample["length"] = content.ctypes.data, len(content)
-    sample["height"], sample["width"], sample["kind"] = *extent, kind
-    sample["box_tlhw"] = 0, 0, *extent
-    pixels = np.empty((1, *size, 3), np.uint8)
+    sample["height"], sample["width"], sample["kind"] = height, width, kind
+    sample["box_tlhw"] = 0, 0, height, width
+    pixels = np.empty((1, *(size or (height, width)), 3), np.uint8)
     Job(sample, pixels, keep=content).decode()
     if sample["status"][0] != OK:
         raise _explain(int(sample["status"][0]), sample["message"][0])

@@ -147,12 +147,12 @@ class Augmentation(torch.nn.Module):
 
     def _operate(self, image: Tensor, choice: AugmentPlan) -> Tensor:
         """Do the operations and the warp, chosen on the images' device, in plain PyTorch."""
-        if len(choice.row):
+        if len(choice.row) + len(choice.warp_row):
             # The operations work in place, and the caller's batch must not change.
             image = image.clone(memory_format=torch.contiguous_format)
         for group in choice.before:
             apply_group(image, group, choice)
-        if choice.num_warped:
+        if len(choice.warp_row):
             warp = partial(warp_images, fill=self.fill)
             apply_rows(image, choice.warp_row, warp, choice.pixel_matrix, choice.cubic)
         for group in choice.after:
@@ -172,7 +172,7 @@ def compose_views(batch: Batch, choice: AugmentPlan) -> Tensor:
 
     Those of samples that are not warped stay bit for bit.
     """
-    if not choice.num_warped:
+    if not len(choice.warp_row):
         return batch.view
     view, matrix = batch.view.index_select(0, choice.warp_row), choice.matrix
     # Sums of products instead of a matmul, which would run in bfloat16 under autocast and with ten
@@ -186,8 +186,6 @@ def load_crops(
     loader: ThreadedLoader, augmentation: Augmentation, epoch: int, start: int = 0
 ) -> Iterator[Batch]:
     """Yield the batches of an epoch, of augmented whole images where `augmentation` has them."""
-    if augmentation.whole is None:
-        return loader.batches(epoch, start)
     return loader.batches(epoch, start, augmentation.whole)
 
 

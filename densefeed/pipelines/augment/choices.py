@@ -97,52 +97,25 @@ class Layers(NamedTuple):
 class AugmentPlan(NamedTuple):
     """The operations for each sample of a batch, in order: `before`, the warp, `after`, the boxes.
 
-    The boxes are erased after normalization. The device needs only three tensors, so the transfer
-    for a batch is three copies.
+    The boxes are erased after normalization.
     """
 
     before: tuple[Group, ...]
     after: tuple[Group, ...]
     boxes: tuple[EraseBox, ...]
-    row: Tensor  # int64 [R + M], the samples of the groups, then the warped ones
-    # float32 [R + 13 M]: arguments; matrices in pixels; the same normalized, with black shifts,
-    # which are among the groups; 1 for bicubic
-    number: Tensor
+    row: Tensor  # int64 [R], the samples of the groups
+    argument: Tensor  # float32 [R]
     table: Tensor  # uint8 [R, 256], of the groups named Table
+    warp_row: Tensor  # int64 [M], the warped samples
+    pixel_matrix: Tensor  # float32 [M, 2, 3], output to source in pixels of the crop
+    # float32 [M, 2, 3], the same map in normalized coordinates, to compose the View with; it has
+    # black shifts too, which are among the groups
+    matrix: Tensor
+    cubic: Tensor  # float32 [M], 1 for bicubic, 0 for bilinear
 
     def to(self, device: torch.device) -> "AugmentPlan":
         """Copy the tensors to `device`, without waiting for a GPU."""
-        row, number, table = (send(part, device) for part in (self.row, self.number, self.table))
-        return self._replace(row=row, number=number, table=table)
-
-    @property
-    def num_warped(self) -> int:
-        """M."""
-        return len(self.row) - len(self.table)
-
-    @property
-    def warp_row(self) -> Tensor:
-        """The warped samples: int64 `[M]`."""
-        return self.row[len(self.table) :]
-
-    @property
-    def pixel_matrix(self) -> Tensor:
-        """Output to source in pixels of the crop: float32 `[M, 2, 3]`."""
-        return self._part(0, 6).view(-1, 2, 3)
-
-    @property
-    def matrix(self) -> Tensor:
-        """The same map after the shift, in normalized coordinates, to compose the View with."""
-        return self._part(6, 12).view(-1, 2, 3)
-
-    @property
-    def cubic(self) -> Tensor:
-        """1 for bicubic, 0 for bilinear: float32 `[M]`."""
-        return self._part(12, 13)
-
-    def _part(self, first: int, end: int) -> Tensor:
-        start, M = len(self.table), self.num_warped
-        return self.number[start + first * M : start + end * M]
+        return AugmentPlan(*self[:3], *(send(part, device) for part in self[3:]))
 
 
 class Chooser:
@@ -188,16 +161,11 @@ class Chooser:
         row_M = np.flatnonzero(last_N >= 0)
         scale = np.diag([width, height, 1.0])
         normalized_M33 = np.linalg.inv(scale) @ shown_N33[row_M] @ scale
-        matrices = matrix_N33[row_M, :2].ravel(), normalized_M33[:, :2].ravel()
-        number = np.concatenate([argument_R, *matrices, cubic_N[row_M]])
-        return AugmentPlan(
-            before,
-            after,
-            self._choose_boxes(draw, height, width),
-            torch.from_numpy(np.concatenate([row_R, row_M])),
-            torch.from_numpy(number.astype(np.float32)),
-            torch.from_numpy(table_R256),
-        )
+        numbers = argument_R, matrix_N33[row_M, :2], normalized_M33[:, :2], cubic_N[row_M]
+        argument, *warp = (torch.from_numpy(part.astype(np.float32)) for part in numbers)
+        row_R, table_R256, row_M = map(torch.from_numpy, (row_R, table_R256, row_M))
+        boxes = self._choose_boxes(draw, height, width)
+        return AugmentPlan(before, after, boxes, row_R, argument, table_R256, row_M, *warp)
 
     def _draw(
         self,

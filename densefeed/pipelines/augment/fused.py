@@ -63,10 +63,9 @@ def pack(choice: AugmentPlan, samples: int, device: torch.device) -> SamplePlan:
 
     Everything has four bytes or is a multiple of them, so it is copied as int32.
     """
-    R, M = len(choice.table), choice.num_warped
-    row_R, row_M = np.split(choice.row.numpy(), [R])
-    code_R, warp_N = np.zeros(R, np.int32), np.full(samples, -1, np.int32)
-    warp_N[row_M] = np.arange(M)
+    row_R, row_M = choice.row.numpy(), choice.warp_row.numpy()
+    code_R, warp_N = np.zeros(len(row_R), np.int32), np.full(samples, -1, np.int32)
+    warp_N[row_M] = np.arange(len(row_M))
     halves, entries = [split_rounds(choice.before), split_rounds(choice.after)], []
     for groups in chain(*halves):
         entries.append(np.full(samples, -1, np.int32))
@@ -78,10 +77,9 @@ def pack(choice: AugmentPlan, samples: int, device: torch.device) -> SamplePlan:
     box_B6 = np.array(choice.boxes, np.int32).reshape(-1, 6)
     box_N5 = np.zeros((samples, 5), np.int32)
     box_N5[box_B6[:, 0]] = box_B6[:, 1:]
-    # Arguments, matrices in pixels, the same normalized, filters.
-    numbers = np.split(choice.number.numpy().view(np.int32), np.cumsum([R, 6 * M, 6 * M]))
-    tables = choice.table.numpy().ravel().view(np.int32)
-    parts = [code_R, warp_N, box_N5.ravel(), *entries, *numbers, tables]
+    kept = choice.argument, choice.pixel_matrix, choice.matrix, choice.cubic, choice.table
+    kept = (part.numpy().ravel().view(np.int32) for part in kept)
+    parts = [code_R, warp_N, box_N5.ravel(), *entries, *kept]
     # Triton compiles another variant of a kernel where a pointer is not a multiple of 16 bytes.
     parts = [np.pad(part, (0, -len(part) % 4)) for part in parts]
     words = torch.from_numpy(np.concatenate(parts))
@@ -118,7 +116,7 @@ def augment_crops(
         choice = choice.to(image_NHWC.device)
     for part in plan.before:
         image_NHWC = apply_round(image_NHWC, part, plan, choice)
-    if choice.num_warped:
+    if len(choice.warp_row):
         image_NHWC = warp_images(image_NHWC, plan, fill)
     for part in plan.after:
         image_NHWC = apply_round(image_NHWC, part, plan, choice)

@@ -13,7 +13,7 @@ def apply_group(image_NHWC: Tensor, group: Group, choice: AugmentPlan) -> None:
     part = slice(group.start, group.stop)
     operation, argument = apply_tables, choice.table[:, None]
     if group.name != "Table":
-        operation, argument = OPERATIONS[group.name], choice.number
+        operation, argument = OPERATIONS[group.name], choice.argument
     apply_rows(image_NHWC, choice.row[part], operation, argument[part])
 
 

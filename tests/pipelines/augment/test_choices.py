@@ -39,7 +39,7 @@ def flat(choice, N: int) -> list[tuple]:
     for group in (*choice.before, *choice.after):
         for at in range(group.start, group.stop):
             table = choice.table[at].tolist() if group.name == "Table" else None
-            samples[choice.row[at]][0].append((group.name, choice.number[at].item(), table))
+            samples[choice.row[at]][0].append((group.name, choice.argument[at].item(), table))
     for row, matrix, cubic in zip(
         choice.warp_row.tolist(), choice.matrix.tolist(), choice.cubic.tolist(), strict=True
     ):
@@ -89,7 +89,7 @@ def test_frequencies_of_operations_equal_timms():
     """
     N = 40_000
     choice = chooser(rand_augment=POLICY).choose(0, np.arange(N), np.zeros(N, int), 224, 224)
-    mine = Counter({"warp": choice.num_warped})
+    mine = Counter({"warp": len(choice.warp_row)})
     for group in (*choice.before, *choice.after):
         mine[group.name] += group.stop - group.start
     random.seed(0)
@@ -278,14 +278,14 @@ def test_every_sample_keeps_the_order_of_its_operations():
             for at, row in enumerate(rows, group.start):
                 if last[row] >= 0:
                     layers = np.flatnonzero(
-                        (argument[row].astype(np.float32) == choice.number[at].item())
+                        (argument[row].astype(np.float32) == choice.argument[at].item())
                         & (code[row] >= 0)
                     )
                     assert any((layer < last[row]) == is_before for layer in layers)
     sequence = [[] for _ in range(N)]
     for group in (*choice.before, *choice.after):
         for at in range(group.start, group.stop):
-            sequence[choice.row[at]].append(choice.number[at].item())
+            sequence[choice.row[at]].append(choice.argument[at].item())
     for row in range(N):
         assert sequence[row] == argument[row][code[row] >= 0].astype(np.float32).tolist()
 

@@ -11,7 +11,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from io import SEEK_CUR, SEEK_END, SEEK_SET, BufferedReader, RawIOBase, TextIOWrapper
 from pathlib import Path
 from typing import BinaryIO
@@ -190,49 +190,41 @@ def check_utf8(path: Path, option: str) -> None:
 
 
 @contextmanager
-def replace_file(path: Path) -> Iterator[Path]:
+def replace_file(path: Path, folder: bool = False) -> Iterator[Path]:
     """Yield a temporary sibling of `path`; on success rename it over `path`, else delete it.
 
     The file is fsynced before the rename, so a reader of `path` sees the complete old file or the
     complete new one, also after a power loss. The sibling `<path>.PID.part` is locked; those of
     killed processes are removed, except on a file system without locks. Errors of the operating
-    system name `path`.
+    system name `path`. `folder`: see `create_folder`.
     """
     with name_errors(path):
-        part, descriptor = create_part(path)
+        if folder:
+            check_absent(path)
+        part, descriptor = create_part(path, folder)
         try:
             yield part
-            sync(part)
+            if folder:
+                # Not an fsync for each file: for a million files they would take an hour.
+                sync_file_system(descriptor)
+                check_absent(path)
+            else:
+                sync(part)
             os.replace(part, path)
             # The new name is on disk only when the folder is.
             sync_folder(path.parent)
         except BaseException:
             # If it cannot be deleted, the next process removes it as an orphan.
             with suppress(OSError):
-                part.unlink(missing_ok=True)
+                remove_any(part)
             raise
         finally:
             os.close(descriptor)
 
 
-@contextmanager
-def create_folder(path: Path) -> Iterator[Path]:
+def create_folder(path: Path) -> AbstractContextManager[Path]:
     """`replace_file` for a folder that does not exist yet, with everything in it."""
-    with name_errors(path):
-        check_absent(path)
-        part, descriptor = create_part(path, Path.mkdir, os.O_RDONLY)
-        try:
-            yield part
-            # Not an fsync for each file: for a million files they would take an hour.
-            sync_file_system(descriptor)
-            check_absent(path)
-            os.replace(part, path)
-            sync_folder(path.parent)
-        except BaseException:
-            shutil.rmtree(part, ignore_errors=True)
-            raise
-        finally:
-            os.close(descriptor)
+    return replace_file(path, folder=True)
 
 
 @contextmanager
@@ -276,25 +268,19 @@ def replace_link(path: Path, target: Path) -> None:
             raise
 
 
-def create_empty(path: Path) -> None:
-    """Create an empty file; FileExistsError for anything of that name, links to nothing too."""
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666))
-
-
-def create_part(
-    path: Path, create: Callable[[Path], None] = create_empty, flags: int = os.O_RDWR
-) -> tuple[Path, int]:
+def create_part(path: Path, folder: bool = False) -> tuple[Path, int]:
     """Create the sibling `<path>.PID.part`; return it and its descriptor, which locks it.
 
-    Siblings left by killed processes are removed. `create` makes a file or a folder, `flags` open
-    it.
+    It is an empty file, or a `folder`. Siblings left by killed processes are removed.
     """
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     make_folder(path.parent)
-    remove_orphans(path, folders=flags == os.O_RDONLY)
+    remove_orphans(path, folder)
+    flags = os.O_RDONLY if folder else os.O_RDWR
     while True:
+        # Also for a link to nothing.
         with suppress(FileExistsError):
-            create(part)
+            part.mkdir() if folder else part.touch(exist_ok=False)
         # Before it is locked another process may take it for an orphan and remove it.
         with suppress(FileNotFoundError):
             # Waits: who else locks a file of this process is about to remove it.

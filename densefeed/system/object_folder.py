@@ -77,25 +77,20 @@ class ObjectFolder:
 
     def list(self, folder: str) -> dict[str, float]:
         """Return the files of a folder: the time of their last change by name, seconds."""
-        times = {}
-        with suppress(FileNotFoundError), os.scandir(self.root / folder) as entries:
-            for entry in entries:
-                if entry.name.endswith(".part"):
-                    continue
-                # It may be removed in the meantime.
-                with suppress(FileNotFoundError):
-                    times[entry.name] = entry.stat().st_mtime
-        return times
+        return {name: found.st_mtime for name, found in self._scan(folder)}
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Return the bytes of the files of a folder by name."""
-        sizes = {}
+        return {name: found.st_size for name, found in self._scan(folder)}
+
+    def _scan(self, folder: str) -> Iterator[tuple[str, os.stat_result]]:
+        """Yield name and status of the files of a folder."""
         with suppress(FileNotFoundError), os.scandir(self.root / folder) as entries:
             for entry in entries:
                 # It may be removed in the meantime.
                 with suppress(FileNotFoundError):
-                    sizes[entry.name] = entry.stat().st_size
-        return sizes
+                    if not entry.name.endswith(".part"):
+                        yield entry.name, entry.stat()
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""

@@ -172,31 +172,47 @@ def attempt(call: Callable[[], Result]) -> Result:
     return call()
 
 
+def request(url: ObjectURL, call: Callable[[Any], Result]) -> Result:
+    """`attempt` a call of obstore's store of the URL's bucket; StorageError names the URL."""
+
+    def try_once() -> Result:
+        store = connect(url)
+        with name_storage_errors(url):
+            return call(store)
+
+    return attempt(try_once)
+
+
 def list_folder(url: ObjectURL) -> tuple[list[Any], list[str]]:
     """List what lies directly in a folder: obstore's metadata of objects, and names of folders."""
-    import obstore
-
-    def find() -> Any:
-        with name_storage_errors(url):
-            return obstore.list_with_delimiter(connect(url), url.key or None)
-
-    found = attempt(find)
+    found = request(url, lambda store: store.list_with_delimiter(url.key or None))
     folders = [path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"]]
     return found["objects"], folders
 
 
 def find_metadata(url: ObjectURL) -> Any:
     """Return obstore's metadata of an object. Raises StorageError if there is none."""
-    import obstore
-    from obstore.exceptions import BaseError
 
-    with name_storage_errors(url):
-        store = connect(url)
+    def find(store: Any) -> Any:
+        from obstore.exceptions import BaseError
+
         try:
-            return obstore.head(store, url.key)
+            return store.head(url.key)
         except (BaseError, OSError):
             # The reply to HEAD has no body that gives the reason; that to GET has one.
-            return obstore.get(store, url.key, options={"range": (0, 1)}).meta
+            return store.get(url.key, options={"range": (0, 1)}).meta
+
+    return request(url, find)
+
+
+def download(store: Any, key: str, path: Path | str) -> str:
+    """Write the content of an object to a file; return its SHA-256."""
+    digest = hashlib.sha256()
+    with open(path, "wb") as file:
+        for chunk in store.get(key).stream():
+            digest.update(chunk)
+            file.write(chunk)
+    return digest.hexdigest()
 
 
 # ------------------------------------------------------------------------------------- objects
@@ -222,16 +238,15 @@ class ObjectStore:
 
         Of several processes that create one name with different contents, one gets True.
         """
-        import obstore
-        from obstore.exceptions import AlreadyExistsError
 
-        def create() -> bool:
-            with name_storage_errors(url):
-                try:
-                    obstore.put(connect(url), url.key, content, mode="create")
-                    return True
-                except AlreadyExistsError:
-                    found = self.read(name)
+        def create(store: Any) -> bool:
+            from obstore.exceptions import AlreadyExistsError
+
+            try:
+                store.put(url.key, content, mode="create")
+                return True
+            except AlreadyExistsError:
+                found = self.read(name)
             if found is None:
                 # Another process creates it at this moment, or has removed it.
                 raise StorageError(f"{url}: other processes write it too; run it again")
@@ -239,42 +254,22 @@ class ObjectStore:
             return found == content
 
         url = self.root / name
-        return attempt(create)
+        return request(url, create)
 
     def replace(self, name: str, content: bytes) -> None:
         """Write an object, in place of one of that name if there is one."""
-        import obstore
-
         url = self.root / name
-        with name_storage_errors(url):
-            obstore.put(connect(url), url.key, content)
+        request(url, lambda store: store.put(url.key, content))
 
     def read(self, name: str) -> bytes | None:
         """Return the content of an object; None if there is none."""
-        import obstore
-
-        def read() -> bytes | None:
-            with name_storage_errors(url):
-                try:
-                    return bytes(obstore.get(connect(url), url.key).bytes())
-                except FileNotFoundError as error:
-                    raise_for_bucket(error)
-                    return None
-
         url = self.root / name
-        return attempt(read)
+        return find_or_none(url, lambda store: bytes(store.get(url.key).bytes()))
 
     def size(self, name: str) -> int | None:
         """Return the bytes of an object; None if there is none."""
-        import obstore
-
         url = self.root / name
-        with name_storage_errors(url):
-            try:
-                return obstore.head(connect(url), url.key)["size"]
-            # Also of a missing bucket: the reply has no body.
-            except FileNotFoundError:
-                return None
+        return find_or_none(url, lambda store: store.head(url.key)["size"])
 
     def list(self, folder: str) -> dict[str, float]:
         """Return the objects of a folder: the time of their last change by name, seconds."""
@@ -288,17 +283,8 @@ class ObjectStore:
 
     def remove(self, name: str) -> None:
         """Remove an object, if it is there."""
-        import obstore
-
-        def delete() -> None:
-            with name_storage_errors(url):
-                try:
-                    obstore.delete(connect(url), url.key)
-                except FileNotFoundError as error:
-                    raise_for_bucket(error)
-
         url = self.root / name
-        attempt(delete)
+        find_or_none(url, lambda store: store.delete(url.key))
 
     def remove_all(self, folder: str) -> None:
         """Remove the objects of a folder."""
@@ -311,47 +297,38 @@ class ObjectStore:
         An object of this name has the same bytes. Raises StorageError if what is read back has
         others, also after `ATTEMPTS` uploads.
         """
-        import obstore
 
-        def upload() -> None:
-            with name_storage_errors(url):
-                obstore.put(connect(url), url.key, path)
-            digest = hashlib.sha256()
-            for chunk in self.stream(name):
-                digest.update(chunk)
-            if digest.hexdigest() != sha256:
+        def upload(store: Any) -> None:
+            store.put(url.key, path)
+            if download(store, url.key, os.devnull) != sha256:
                 raise StorageError(f"{url} is not stored as it was written; run it again")
 
         url = self.root / name
-        attempt(upload)
+        request(url, upload)
 
     def fetch_file(self, name: str, path: Path, sha256: str) -> None:
         """Download an object whose SHA-256 is given; StorageError if it has another."""
 
-        def download() -> None:
-            digest = hashlib.sha256()
-            with open(path, "wb") as file:
-                for chunk in self.stream(name):
-                    digest.update(chunk)
-                    file.write(chunk)
-            if digest.hexdigest() != sha256:
+        def fetch(store: Any) -> None:
+            if download(store, url.key, path) != sha256:
                 raise StorageError(
-                    f"{self.root / name} does not match its checksum; remove it and run the "
-                    "labeling again"
+                    f"{url} does not match its checksum; remove it and run the labeling again"
                 )
 
-        attempt(download)
-
-    def stream(self, name: str) -> Iterator[bytes]:
-        """Yield the content of an object in parts; StorageError if there is none."""
-        import obstore
-
         url = self.root / name
-        with name_storage_errors(url):
-            yield from obstore.get(connect(url), url.key).stream()
+        request(url, fetch)
 
 
-def raise_for_bucket(error: FileNotFoundError) -> None:
-    """Raise an error again if not only the object but its bucket is missing."""
-    if re.search(next(iter(REASONS)), str(error)):
-        raise error
+def find_or_none(url: ObjectURL, call: Callable[[Any], Result]) -> Result | None:
+    """`request` that returns None if there is no such object in the bucket."""
+
+    def find(store: Any) -> Result | None:
+        try:
+            return call(store)
+        except FileNotFoundError as error:
+            # Not only the object but its bucket is missing.
+            if re.search(next(iter(REASONS)), str(error)):
+                raise
+            return None
+
+    return request(url, find)

@@ -4,9 +4,6 @@ A file assigns classes of the teacher to classes of the data.
 """
 
 import csv
-import io
-import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,9 +13,10 @@ from torch import Tensor
 
 from densefeed.storage.dataset_names import MOST_CLASSES
 from densefeed.system.errors import UserError
-from densefeed.system.files import open_regular
+from densefeed.system.files import read_lines
+from densefeed.system.json_files import read_json
 
-# Bytes of a file: 512 for each of the most classes that a dataset has.
+# Bytes of a JSON file: 512 for each of the most classes that a dataset has.
 MOST_BYTES = 512 * MOST_CLASSES
 # Characters of a cell that a message shows.
 SHOWN = 48
@@ -68,7 +66,8 @@ def read_class_map(
     place = {name: index for index, name in enumerate(teacher_names)}
     wanted = {name: index for index, name in enumerate(data_names)}
     becomes = {}
-    for where, theirs, ours in _read_pairs(path):
+    read = _read_json if path.suffix.lower() == ".json" else _read_csv
+    for where, theirs, ours in read(path):
         # A name goes first, because names can be numbers too.
         number = place.get(theirs, _parse_number(theirs, num_teacher))
         if number >= num_teacher:
@@ -110,62 +109,33 @@ def _parse_number(text: str, num_teacher: int) -> int:
     return min(int(digits), num_teacher)
 
 
-def _read_pairs(path: Path) -> Iterator[tuple[str, str, str | None]]:
+def _read_csv(path: Path) -> Iterator[tuple[str, str, str | None]]:
     """Yield where it stands, a class of the teacher, and a class of the data or None."""
-    try:
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            # Spreadsheets begin a CSV with a byte order mark.
-            text = file.read().decode("utf-8-sig") if size <= MOST_BYTES else "\0"
-    except FileNotFoundError:
-        raise UserError(f"{path}: there is no such class map; check the path") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not text; a class map is JSON or CSV") from None
-    if "\0" in text:
-        raise UserError(
-            f"{path} is not a class map: it has zero bytes, or more than {MOST_BYTES:,} bytes; "
-            "a class map is JSON or CSV"
-        )
-    return (_parse_json if path.suffix.lower() == ".json" else _parse_csv)(path, text)
+    for place, (number, line) in enumerate(read_lines(path)):
+        where = f"{path}, line {number}"
+        try:
+            # Strict: a quote must be closed in its line.
+            (row,) = csv.reader([line], strict=True)
+        except csv.Error as error:
+            raise UserError(f"{where} is no CSV ({error}); correct it") from None
+        cells = [cell.strip() for cell in row]
+        is_title = place == 0 and [cell.lower() for cell in cells] == ["teacher", "data"]
+        if is_title or not any(cells):
+            continue
+        if len(cells) != 2:
+            raise UserError(
+                f"{where}: {','.join(cells)[:SHOWN]!r} has {len(cells):,} columns; a class map "
+                "has two, teacher,data"
+            )
+        yield where, cells[0], cells[1] or None
 
 
-def _parse_csv(path: Path, text: str) -> Iterator[tuple[str, str, str | None]]:
-    """Parse the pairs of `_read_pairs` from the text of a CSV file."""
-    # Strict: a quote that is never closed would otherwise swallow the lines behind it.
-    rows, first = csv.reader(io.StringIO(text, newline=""), strict=True), True
-    try:
-        for row in rows:
-            cells, where = [cell.strip() for cell in row], f"{path}, line {rows.line_num}"
-            if not any(cells):
-                continue
-            if first and [cell.lower() for cell in cells] == ["teacher", "data"]:
-                first = False
-                continue
-            first = False
-            if len(cells) != 2:
-                raise UserError(
-                    f"{where}: {','.join(cells)[:SHOWN]!r} has {len(cells):,} columns; a class map "
-                    "has two, teacher,data"
-                )
-            yield where, cells[0], cells[1] or None
-    except csv.Error as error:
-        raise UserError(f"{path}, line {rows.line_num} is no CSV ({error}); correct it") from None
-
-
-def _parse_json(path: Path, text: str) -> Iterator[tuple[str, str, str | None]]:
-    """Parse the pairs of `_read_pairs` from the text of a JSON file."""
-    try:
-        # A list of pairs, because a dictionary would hide a class that is there twice.
-        pairs = json.loads(text, object_pairs_hook=list)
-    # ValueError: no JSON, or a number of more than 4,300 digits. RecursionError: nested too deep.
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON ({error}); correct it") from None
-    # With this hook an object is a list of tuples, and an array a list of anything else.
-    whole = isinstance(pairs, list) and all(isinstance(pair, tuple) for pair in pairs)
-    if not whole or not all(isinstance(value, str | None) for _, value in pairs):
-        raise UserError(
-            f'{path} must be an object such as {{"teacher\'s class": "class of the data"}}, '
-            "with null for none"
-        )
-    for theirs, ours in pairs:
+def _read_json(path: Path) -> Iterator[tuple[str, str, str | None]]:
+    """Yield what `_read_csv` yields."""
+    for theirs, ours in read_json(path, "correct it", largest=MOST_BYTES).items():
+        if not isinstance(ours, str | None):
+            raise UserError(
+                f'{path} must be an object such as {{"teacher\'s class": "class of the data"}}, '
+                "with null for none"
+            )
         yield str(path), theirs, ours

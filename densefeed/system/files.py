@@ -106,7 +106,10 @@ def read_lines(
         error.filename = str(file)
         raise UserError(explain_os_error(error)) from error
     except UnicodeError as error:
-        raise UserError(f"{file} is not a text file; give a list with one name per line") from error
+        raise UserError(
+            f"{file} is not a text file with lines of at most {MOST_LINE:,} characters; choose "
+            "another file"
+        ) from error
 
 
 def is_folder(entry: os.DirEntry) -> bool:

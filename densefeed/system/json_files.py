@@ -1,6 +1,7 @@
 """Read JSON from files that may be truncated, damaged or hostile: one sentence for every fault."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +37,32 @@ def read_json(path: Path, remedy: str, kind: type = dict, largest: int = LARGEST
 def parse_json(content: bytes) -> Any:
     """Parse JSON strictly. Raises ValueError with the reason.
 
-    Python's parser accepts NaN, infinite numbers, integers that no float can hold and halves of
-    surrogate pairs, which fail only where they are used.
+    Python's parser accepts NaN, infinite numbers, integers that no float can hold, halves of
+    surrogate pairs, which fail only where they are used, and names that an object has twice.
     """
     text = content.decode()
     try:
         value = json.loads(
-            text, parse_constant=parse_float, parse_float=parse_float, parse_int=parse_int
+            text,
+            parse_constant=parse_float,
+            parse_float=parse_float,
+            parse_int=parse_int,
+            object_pairs_hook=make_object,
         )
         # No file can be written with half of a surrogate pair, which only an escape can spell.
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    return value
+
+
+def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the dict of an object. Raises ValueError if a name is in it twice."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{name[:MOST_DIGITS]!r} is there twice")
     return value
 
 

@@ -43,10 +43,8 @@ def test_json_and_csv_give_the_same_map(tmp_path, name, text):
         ('{"tabby": "cat", "4": "dog"}', r"the teacher has no class '4'"),
         ('{"tabby": "cat", "poodle": "wolf"}', r"class 'wolf' is not in the data \('cat' is\)"),
         ('{"tabby": "cat", "0": "dog"}', r"contains the teacher's class '0' twice"),
-        ('{"tabby": "cat", "tabby": null}', r"contains the teacher's class 'tabby' twice"),
+        ('{"tabby": "cat", "tabby": null}', r"is damaged \('tabby' is there twice\); correct it"),
         ('{"tabby": 0}', r"must be an object such as"),
-        ('["tabby"]', r"must be an object such as"),
-        ('{"tabby": ', r"is not JSON"),
     ],
 )
 def test_errors_of_a_json_map_are_reported(tmp_path, text, words):
@@ -59,10 +57,7 @@ def test_errors_of_a_csv_map_are_reported(tmp_path):
     (tmp_path / "map.csv").write_text("tabby,cat\npoodle\n")
     with pytest.raises(UserError, match=r"map.csv, line 2: 'poodle' has 1 columns"):
         read_class_map(tmp_path / "map.csv", TEACHER, 4, DATA)
-    (tmp_path / "map.csv").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match=r"map.csv is not text"):
-        read_class_map(tmp_path / "map.csv", TEACHER, 4, DATA)
-    with pytest.raises(UserError, match=r"nowhere.csv: there is no such class map"):
+    with pytest.raises(UserError, match=r"nowhere.csv: there is no such file"):
         read_class_map(tmp_path / "nowhere.csv", TEACHER, 4, DATA)
 
 
@@ -71,15 +66,12 @@ def test_errors_of_a_csv_map_are_reported(tmp_path):
     [
         ("map.json", b'{"%s": "cat"}' % (b"9" * 5000), r"has no class '9{48}'; use"),
         ("map.csv", b"1,dog\n%s,cat\n" % (b"9" * 5000), r", line 2: the teacher has no class"),
-        ("map.json", b"9" * 5000, r"is not JSON \(Exceeds the limit"),
-        ("map.json", b'{"a":' * 100_000, r"is not JSON \(maximum recursion depth"),
-        ("map.json", b"[" * 100_000, r"is not JSON \(maximum recursion depth"),
-        ("map.csv", b'tabby,cat\n"poodle,dog\n1,dog\n', r", line 3 is no CSV \(unexpected end"),
+        ("map.json", b'{"a":' * 100_000, r"is damaged \(it is nested too deeply"),
+        ("map.csv", b'tabby,cat\n"poodle,dog\n1,dog\n', r", line 2 is no CSV \(unexpected end"),
         ("map.csv", b'tabby,cat\n"poodle"s,dog\n', r", line 2 is no CSV \(',' expected after"),
-        ("map.csv", b"tabby,cat\n%s,dog\n" % (b"x" * 200_000), r", line 2 is no CSV \(field"),
-        ("map.csv", b"tabby,c\0at\n", r"is not a class map: it has zero bytes"),
-        ("map.json", b"{}\0", r"is not a class map: it has zero bytes"),
-        ("map.csv", "tabby,cat\n".encode("utf-16"), r"is not text"),
+        ("map.csv", b"tabby,cat\n%s,dog\n" % (b"x" * 200_000), r"is not a text file with lines"),
+        ("map.csv", b"tabby,c\0at\n", r"is not a text file"),
+        ("map.csv", "tabby,cat\n".encode("utf-16"), r"is not a text file"),
         ("map.csv", b"\r\r\ntabby,cat\rpoodle\r", r", line 4: 'poodle' has 1 columns"),
     ],
 )
@@ -92,15 +84,14 @@ def test_hostile_class_maps_are_refused(tmp_path, name, content, said):
 
 def test_huge_and_irregular_class_maps_are_refused(tmp_path):
     """A file without end, a pipe without a writer, and one that a thousand class maps fit into."""
-    with (tmp_path / "map.csv").open("wb") as file:
-        file.truncate(2**40)
-    with pytest.raises(
-        UserError, match=r"map.csv is not a class map: it has .* more than 33,553,920"
-    ):
-        read_class_map(tmp_path / "map.csv", TEACHER, 4, DATA)
+    for name, said in (("map.csv", "not a text file"), ("map.json", "more than 32 MiB")):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(2**40)
+        with pytest.raises(UserError, match=said):
+            read_class_map(tmp_path / name, TEACHER, 4, DATA)
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", "/dev/zero"):
-        with pytest.raises(OSError, match=r"this is not a regular file"):
+        with pytest.raises(UserError, match=r"this is not a regular file"):
             read_class_map(tmp_path / path, TEACHER, 4, DATA)
 
 

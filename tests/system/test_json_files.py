@@ -21,6 +21,7 @@ FAULTS = {
     b'{"a": %s}' % (b"7" * 21): "it has an integer of 21 digits",
     b'{"a": %s}' % DEEP: "it is nested too deeply",
     b'{"a": ' * 100_000: "it is nested too deeply",
+    b'[{"a": 1, "b": 2, "a": 3}]': "'a' is there twice",
     b'{"a": "\xff"}': "can't decode byte 0xff",
     b'{"a": "\\ud800"}': "surrogates not allowed",
     b'{"a": "\0"}': "Invalid control character",

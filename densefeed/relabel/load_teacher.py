@@ -4,17 +4,15 @@ Each may have a class map.
 """
 
 import hashlib
-import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import NamedTuple
 
 import timm
-import torch
-from timm.data import resolve_data_config
 from torch import nn
 
 from densefeed.models import checkpoints
@@ -110,17 +108,17 @@ def load_network(source: str, model_name: str, size: int) -> Loaded:
     # A missing file of such a name is a wrong path and not an unknown timm model.
     if path.exists() or path.suffix in (".pt", ".pth", ".tar", ".safetensors"):
         model, checkpoint = checkpoints.build(path, model_name)
-        # `resolve_data_config` reads pretrained_cfg, and a run may have its own mean and deviation.
+        # A run may have its own mean and deviation.
         facts = checkpoints.read_facts(checkpoint, path)
         own = {"mean": facts.mean, "std": facts.std}
         model.pretrained_cfg.update({name: value for name, value in own.items() if value})
-        config = resolve_data_config(model=model)
-        return Loaded(set_input_size(model, size), config, facts.class_names)
-    if FACTORY.fullmatch(source):
+        model, names = set_input_size(model, size), facts.class_names
+    elif FACTORY.fullmatch(source):
         model = call_factory(source)
-        return Loaded(model, preprocessing_config(model), list(getattr(model, "class_names", [])))
-    model = set_input_size(download(source), size)
-    return Loaded(model, resolve_data_config(model=model), [])
+        names = list(getattr(model, "class_names", []))
+    else:
+        model, names = set_input_size(download(source), size), []
+    return Loaded(model, preprocessing_config(model), names)
 
 
 def load_references(
@@ -145,19 +143,8 @@ def load_references(
         for geometry in ("squash", "center-crop")
     }
     # A wrong size is refused before any image is read.
-    check_input_size(found["squash"], name)
+    found["squash"].count_cells()
     return found
-
-
-def check_input_size(teacher: Teacher, name: str) -> None:
-    """Raise UserError if the teacher `name` fails on an image of its input size."""
-    try:
-        teacher(torch.zeros(1, *teacher.shape, dtype=torch.uint8, device=teacher.mean.device))
-    except (AssertionError, RuntimeError) as error:
-        raise UserError(
-            f"{name} does not take images of {teacher.input_size} px ({first_line(error)}); pass "
-            "the size that it takes"
-        ) from error
 
 
 def download(source: str, option: str = "--teacher ") -> nn.Module:
@@ -181,14 +168,19 @@ def download(source: str, option: str = "--teacher ") -> nn.Module:
 
 
 def call_factory(source: str) -> nn.Module:
-    """Call `package.module:factory` without arguments, and return the module that it makes."""
+    """Call `package.module:factory` without arguments, and return the module that it makes.
+
+    Modules in the current folder are found too.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     # Importing and calling run the user's own code, which may raise anything.
-    factory = import_factory(source)
     try:
-        model = factory()
+        model = resolve_name(source)()
     except Exception as error:
         raise UserError(
-            f"{source} failed ({type(error).__name__}: {error}); it is called without arguments"
+            f"{source} failed ({type(error).__name__}: {error}); name a function of a module that "
+            "is installed or in the current folder, and that is called without arguments"
         ) from error
     if not isinstance(model, nn.Module):
         raise UserError(
@@ -196,27 +188,6 @@ def call_factory(source: str) -> nn.Module:
             "weights loaded"
         )
     return model
-
-
-def import_factory(source: str) -> Callable:
-    """Import the function `package.module:factory`; modules in the current folder are found too."""
-    module_name, factory_name = source.split(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise UserError(
-            f"{source}: {module_name} cannot be imported ({type(error).__name__}: {error}); name a "
-            "module that is installed or in the current folder"
-        ) from error
-    factory = getattr(module, factory_name, None)
-    if not callable(factory):
-        raise UserError(
-            f"{source}: {module_name} has no function {factory_name}; name one that makes the "
-            "teacher"
-        )
-    return factory
 
 
 def set_input_size(model: nn.Module, size: int) -> nn.Module:

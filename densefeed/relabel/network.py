@@ -12,11 +12,7 @@ from densefeed.relabel.class_map import ClassMap, merge_classes
 from densefeed.system.channels import CHANNEL_RANGES, parse_channels
 from densefeed.system.errors import UserError
 
-INTERPOLATIONS = {
-    "bilinear": Image.Resampling.BILINEAR,
-    "bicubic": Image.Resampling.BICUBIC,
-    "lanczos": Image.Resampling.LANCZOS,
-}
+INTERPOLATIONS = ("bilinear", "bicubic", "lanczos")
 # timm's names in CaiT and XCiT for blocks in which only the class token changes, by attention to
 # cells that the blocks leave as they are.
 CLASS_ATTENTION = ("blocks_token_only", "cls_attn_blocks")
@@ -96,7 +92,7 @@ class Network(nn.Module):
                 f"{self.name} needs images resized by {config['interpolation']!r}, and only "
                 f"{', '.join(INTERPOLATIONS)} are supported; choose another teacher"
             )
-        self.interpolation = INTERPOLATIONS[config["interpolation"]]
+        self.interpolation = Image.Resampling[config["interpolation"].upper()]
         # Pictures are uint8: scaling mean and std once saves dividing every picture by 255.
         for key in ("mean", "std"):
             self.register_buffer(key, torch.tensor(config[key]).view(1, 3, 1, 1) * 255)

@@ -133,7 +133,7 @@ class Teacher(nn.Module):
             flips = (False, True)[: self.tta_views]
             return [TeacherView((left, top, right, bottom), flip) for flip in flips]
         if not self.cells:
-            self._count_cells()
+            self.count_cells()
         side = self.tiles * self.cells - (self.tiles - 1) * self.overlap
         # Width and height of a cell in pixels.
         across, down = (right - left) / side, (bottom - top) / side
@@ -148,8 +148,11 @@ class Teacher(nn.Module):
                 views.append(TeacherView(box, flip))
         return views
 
-    def _count_cells(self) -> None:
-        """Run the networks once, because the pictures depend on the number of their cells."""
+    def count_cells(self) -> None:
+        """Run the networks once, because the pictures depend on the number of their cells.
+
+        Raises UserError if they do not take images of this size.
+        """
         pictures = torch.zeros(1, *self.shape[1:], dtype=torch.uint8, device=self.mean.device)
         try:
             with torch.inference_mode():
@@ -160,8 +163,8 @@ class Teacher(nn.Module):
         except (AssertionError, RuntimeError) as error:
             names = " and ".join(network.name for network in self.networks)
             raise UserError(
-                f"{names}: images of {self.input_size} px cannot be scored ({first_line(error)}); "
-                "choose another --input-size"
+                f"{names} does not take images of {self.input_size} px ({first_line(error)}); "
+                "choose another input size"
             ) from error
 
     @property

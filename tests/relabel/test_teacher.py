@@ -288,8 +288,7 @@ def test_tiles_too_small_to_overlap_are_refused():
 def test_an_input_size_that_a_network_does_not_take_is_reported():
     model = timm.create_model("deit_tiny_patch16_224", depth=1, num_classes=5)
     with pytest.raises(
-        UserError,
-        match=r"^vit: images of 64 px cannot be scored \(.*\); choose another --input-size",
+        UserError, match=r"^vit does not take images of 64 px \(.*\); choose another input size"
     ):
         Teacher(model, 64, "squash", CONFIG, name="vit", tta_views=4).views(50, 50)
 

@@ -243,7 +243,9 @@ class AttentionTracer(TorchFunctionMode):
         if isinstance(layer, ConvAttention):
             x_NTD, grid = args
             prefix = x_NTD.shape[1] - math.prod(grid)
-            return TokenLayout(prefix, self.class_tokens(prefix), tuple(grid), halved(grid))
+            # Keys are made by convolutions of stride 2.
+            halved = tuple(-(-side // 2) for side in grid)
+            return TokenLayout(prefix, self.class_tokens(prefix), tuple(grid), halved)
         if isinstance(layer, WINDOWED):
             size = tuple(layer.window_size)
             return TokenLayout(0, 0, size, size, windows=self.windows)
@@ -310,11 +312,6 @@ class AttentionTracer(TorchFunctionMode):
 
     def record_sparse(self, dropout: nn.Module, args: tuple) -> tuple[Tensor]:
         return (self.record(args[0]),)
-
-
-def halved(grid: Grid) -> Grid:
-    """Return the grid of CvT's keys, by convolutions of stride 2."""
-    return tuple(-(-side // 2) for side in grid)
 
 
 def explicit_attention(

@@ -74,49 +74,34 @@ class Explainer:
         # Derivatives of attention matrices need none of weights.
         self.model, self.chosen = model.requires_grad_(False), set(chosen)
         self.classes, self.refused = list(classes), Refusals()
-        names = self.refused.attempt("attention", lambda: attention_layers(model)) or []
+        names = self.refused.attempt("attention", attention_layers, model) or []
         if not names:
             self.refused["rollout"] = self.refused["attention"]
         if names:
             self._check_chosen(len(names), "layers")
 
     def __call__(self, image_NCHW: Tensor) -> Explanation:
-        model = self.model
+        model, attempt = self.model, self.refused.attempt
         with torch.no_grad():
-            captured = (
-                self.refused.attempt("attention", lambda: forward_attention(model, image_NCHW))
-                or []
-            )
+            captured = attempt("attention", forward_attention, model, image_NCHW) or []
             logits_NL = model(image_NCHW)
-            features = (
-                self.refused.attempt("features", lambda: block_features(model, image_NCHW)) or {}
-            )
+            features = attempt("features", block_features, model, image_NCHW) or {}
         # Without attention only a forward pass shows the number of blocks.
         if features and not captured:
             self._check_chosen(len(features), "blocks")
         target_NJ = self._choose_classes(logits_NL)
-        rollout = None
-        if captured:
-            rollout = self.refused.attempt("rollout", lambda: attention_rollout(captured))
+        rollout = attempt("rollout", attention_rollout, captured) if captured else None
         layers = {
             n: self._read_layer(n, record, len(captured)) for n, record in enumerate(captured, 1)
         }
         # The matrices of all layers take as much memory as the gradients to come.
         captured.clear()
-        maps = {
-            what: self.refused.attempt(
-                what, lambda compute=compute: compute(model, image_NCHW, target_NJ)
-            )
-            for what, compute in (
-                ("relevance", class_relevance),
-                ("gradient x attention", gradient_attention),
-            )
-        }
+        asked = model, image_NCHW, target_NJ
         return Explanation(
             probability=logits_NL.float().softmax(-1),
             target=target_NJ,
-            relevance=maps["relevance"],
-            gradient=maps["gradient x attention"],
+            relevance=attempt("relevance", class_relevance, *asked),
+            gradient=attempt("gradient x attention", gradient_attention, *asked),
             rollout=rollout,
             layers=layers,
             features={

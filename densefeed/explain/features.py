@@ -5,7 +5,6 @@ deviations of all channels together.
 """
 
 import math
-from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
@@ -20,30 +19,21 @@ from densefeed.system.errors import UserError
 SIGMAS = 3
 
 
-def block_features(
-    model: nn.Module, image_NCHW: Tensor, blocks: Collection[int] | None = None
-) -> dict[int, Tensor]:
-    """Return the outputs of blocks, from 0, as maps `[N, D, R, C]` without the class token.
+def block_features(model: nn.Module, image_NCHW: Tensor) -> dict[int, Tensor]:
+    """Return the outputs of all blocks, from 0, as maps `[N, D, R, C]` without the class token.
 
     Of transformers here, timm's and agents every block has its map; of other pyramids and CNNs,
-    such as ResNets, every stage. Maps have no final norm. `blocks` None is all of them. Raises
-    UserError for a block that the model does not have, or a model without such an interface.
+    such as ResNets, every stage. Maps have no final norm. Raises UserError for a model
+    without such an interface.
     """
     if isinstance(model, AgentCNN):
-        maps = dict(enumerate(model.forward_maps(image_NCHW)[1]))
-    elif hasattr(model, "forward_intermediates"):
-        maps = dict(enumerate(forward_block_maps(model, image_NCHW)[1]))
-    else:
-        raise UserError(
-            f"{type(model).__name__} returns no intermediate features; choose a model of timm that "
-            "has forward_intermediates"
-        )
-    for block in blocks or ():
-        if block not in maps:
-            raise UserError(
-                f"{type(model).__name__} has no block {block}; choose from 0 to {len(maps) - 1}"
-            )
-    return maps if blocks is None else {block: maps[block] for block in blocks}
+        return dict(enumerate(model.forward_maps(image_NCHW)[1]))
+    if hasattr(model, "forward_intermediates"):
+        return dict(enumerate(forward_block_maps(model, image_NCHW)[1]))
+    raise UserError(
+        f"{type(model).__name__} returns no intermediate features; choose a model of timm that has "
+        "forward_intermediates"
+    )
 
 
 def feature_picture(map_NDRC: Tensor) -> Tensor:

@@ -11,12 +11,14 @@ Computed = TypeVar("Computed")
 class Refusals(dict[str, str]):
     """The reason of each kind of map that a model refuses, as far as it was tried."""
 
-    def attempt(self, kind: str, compute: Callable[[], Computed]) -> Computed | None:
+    def attempt(
+        self, kind: str, compute: Callable[..., Computed], *arguments: object
+    ) -> Computed | None:
         """Return what `compute` returns, or None if the model refuses it, now or before."""
         if kind in self:
             return None
         try:
-            return compute()
+            return compute(*arguments)
         except UserError as error:
             self[kind] = str(error)
             return None

@@ -246,15 +246,12 @@ class RelevanceTracer(AttentionTracer):
             )
         if self.running and name == "softmax":
             self.record(result)
-        if name == "matmul" and self.scores is None and self.is_sparse():
+        sparse = self.running and isinstance(self.running[-1][1], SparseAttention)
+        if name == "matmul" and self.scores is None and sparse:
             # No mode sees the autograd function of entmax, so it gets scores without a graph.
             self.scores = result
             return result.detach()
         return result
-
-    def is_sparse(self) -> bool:
-        """Whether a layer with entmax runs."""
-        return bool(self.running) and isinstance(self.running[-1][1], SparseAttention)
 
     def add_hooks(self) -> Iterator[torch.utils.hooks.RemovableHandle]:
         """Add the hooks one by one, also where tracing begins."""

@@ -28,6 +28,7 @@ from densefeed.relabel.reference_match import (
     MIN_IMAGES,
     ORIENTATIONS,
     SURE_T,
+    BestHypothesis,
     MapCorrelation,
     References,
     choose_best,
@@ -146,7 +147,9 @@ def audit(
     if missing[0] == "fault":
         return AuditResult(None, [Check("finished", *missing)], {"file": str(path)})
     store = ScoreMapStore(path)
-    scan = scan_rows(store, rows_to_read(len(store), every_row))
+    # Rows are in the order of the class folders, so even spacing takes its share of every class.
+    sampled = len(store) > ALL_ROWS and not every_row
+    scan = scan_rows(store, sample_evenly(len(store), SAMPLED_ROWS if sampled else len(store)))
     # Before the other checks: probabilities in the place of logits also give sums above 1, and make
     # every probability computed from them meaningless.
     logits = check_logits(store, scan)
@@ -191,14 +194,6 @@ def audit(
     checks.sort(key=lambda check: get_args(Verdict).index(check.verdict))
     figures = summarize(store, scan, match, renaming)
     return AuditResult(store, checks, figures, images, image_of, rows)
-
-
-def rows_to_read(count: int, every_row: bool) -> np.ndarray:
-    """Choose the rows to read of `count`: all, or an evenly spaced sample of a large store."""
-    if every_row or count <= ALL_ROWS:
-        return np.arange(count)
-    # Rows are in the order of the class folders, so even spacing takes its share of every class.
-    return sample_evenly(count, SAMPLED_ROWS)
 
 
 def is_own_teacher(store: ScoreMapStore, references: References) -> bool:
@@ -890,14 +885,29 @@ def check_layout(
     }
 
 
-def explain_mismatch(foreign: bool) -> str:
-    """Explain why maps that do not match the reference's do not show their layout."""
-    if foreign:
-        return "the maps do not fit the content of these images, see the check of rows"
-    return (
-        "the reference does not locate objects in these images, or the maps are of other images of "
-        "the same classes"
-    )
+def confirm_layout(
+    match: MapCorrelation, choice: BestHypothesis, declared: int, evidence: str, foreign: bool
+) -> Outcome | None:
+    """Return the outcome unless another hypothesis than the declared one is surely better.
+
+    3 standard errors confirm a layout, 5 are a fault.
+    """
+    if choice.count < MIN_IMAGES:
+        return "unchecked", too_few_images(choice.count)
+    if not match.is_located():
+        if foreign:
+            reason = "the maps do not fit the content of these images, see the check of rows"
+        else:
+            reason = (
+                "the reference does not locate objects in these images, or the maps are of other "
+                "images of the same classes"
+            )
+        return "unchecked", f"{evidence}: {reason}"
+    if choice.best == declared and choice.is_sure(SURE_T):
+        return "sound", evidence
+    if choice.best == declared or not choice.beats(declared, ALARM_T):
+        return "unchecked", f"{evidence}: too close to decide"
+    return None
 
 
 def check_orientation(match: MapCorrelation, foreign: bool) -> Outcome:
@@ -905,20 +915,14 @@ def check_orientation(match: MapCorrelation, foreign: bool) -> Outcome:
     g, _ = match.best()
     choice = choose_best(match.own[:, g])
     best, second = choice.best, choice.runner_up()
-    if choice.count < MIN_IMAGES:
-        return "unchecked", too_few_images(choice.count)
     turned = f", at {choice.mean[best]:.3f} if they are {ORIENTATIONS[best]}" if best else ""
     evidence = (
         f"the maps correlate with the reference's at {choice.mean[0]:.3f} as stored{turned}; the "
         f"next best is {ORIENTATIONS[second]} at {choice.mean[second]:.3f} (t is at least "
         f"{choice.t_over.min():.1f} against every other orientation, {choice.count} images)"
     )
-    if not match.is_located():
-        return "unchecked", f"{evidence}: {explain_mismatch(foreign)}"
-    if best == 0 and choice.is_sure(SURE_T):
-        return "sound", evidence
-    if best == 0 or not choice.beats(0, ALARM_T):
-        return "unchecked", f"{evidence}: too close to decide"
+    if outcome := confirm_layout(match, choice, 0, evidence, foreign):
+        return outcome
     # The best surely beats the stored orientation, but perhaps not these.
     ties = [ORIENTATIONS[h] for h in range(8) if h != best and not choice.beats(h, SURE_T)]
     if ties:
@@ -963,16 +967,9 @@ def check_coverage(match: MapCorrelation, declared: str, foreign: bool) -> Outco
         f"the maps of {choice.count} images that are not square correlate with the reference's at "
         f"{means} (t = {choice.t_over.min():.1f})"
     )
-    if choice.count < MIN_IMAGES:
-        return "unchecked", f"{evidence}: too few images; {MIN_IMAGES} are needed"
-    if not match.is_located():
-        return "unchecked", f"{evidence}: {explain_mismatch(foreign)}"
-    # The same rule as for orientations: 3 standard errors to confirm, 5 for a fault.
     at = match.footprints.index(declared)
-    if choice.best == at and choice.is_sure(SURE_T):
-        return "sound", evidence
-    if choice.best == at or not choice.beats(at, ALARM_T):
-        return "unchecked", f"{evidence}: too close to decide"
+    if outcome := confirm_layout(match, choice, at, evidence, foreign):
+        return outcome
     found = match.footprints[choice.best]
     return (
         "fault",

@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
 from pathlib import Path
 from uuid import uuid4
 
@@ -162,18 +161,14 @@ class Leases:
         Whoever gets it must look again whether the work was finished in the meantime: the leases of
         finished work are removed.
         """
-        generation, content = self._find_newest(name)
+        # The last generation of the lease, 0 if there is none, and its content.
+        generation, content = 0, None
+        while (found := self._objects.read(lease_key(name, generation + 1))) is not None:
+            generation, content = generation + 1, found
         if content is not None and not self._is_free(lease_key(name, generation), content):
             return None
         lease = Lease(self._objects, name, generation + 1, self._seconds, Beat(self._worker))
         return lease if self._objects.create(lease.key, lease.beat.to_json()) else None
-
-    def _find_newest(self, name: str) -> tuple[int, bytes | None]:
-        """Return the last generation of a lease, 0 if there is none, and its content."""
-        generation, content = 0, None
-        while (found := self._objects.read(lease_key(name, generation + 1))) is not None:
-            generation, content = generation + 1, found
-        return generation, content
 
     def _is_free(self, key: str, content: bytes) -> bool:
         """Whether a lease was released, its holder ended, or it has not changed for its time."""
@@ -213,12 +208,9 @@ def list_holders(
     now, wanted, holders = time.time(), set(names), {}
     for file, changed in objects.list(FOLDER).items():
         name, _, generation = file.rpartition(".")
-        known = name in wanted and generation.isdecimal()
-        content = objects.read(f"{FOLDER}/{file}") if known else None
-        beat = content and read_beat(content)
-        if beat and not beat.released and now - changed < seconds:
-            # Only the last generation of a piece of work counts.
-            holders[name] = max(
-                holders.get(name, (0, beat)), (int(generation), beat), key=itemgetter(0)
-            )
-    return [beat for _, beat in holders.values()]
+        if name in wanted and generation.isdecimal() and now - changed < seconds:
+            beat = read_beat(objects.read(f"{FOLDER}/{file}") or b"")
+            if beat and not beat.released:
+                holders.setdefault(name, {})[int(generation)] = beat
+    # Only the last generation of a piece of work counts.
+    return [generations[max(generations)] for generations in holders.values()]

@@ -55,10 +55,9 @@ def steps_bar(what: str, total: int, done: int) -> Iterator[Callable[[int, str],
 
 
 @contextmanager
-def tally(what: str, total: int | None, done: int) -> Iterator[Callable[[int], None]]:
+def tally(what: str, total: int, done: int) -> Iterator[Callable[[int], None]]:
     """Yield a function that sets how many of `total` are completed, by any process.
 
-    With None for `total`, which is then unknown, no time left is shown.
     A log file gets a line every minute and one at the end.
     """
     with open_bar() as progress:
@@ -74,11 +73,8 @@ def tally(what: str, total: int | None, done: int) -> Iterator[Callable[[int], N
                 return
             # What earlier runs completed took no time in this one.
             printed, rate = now, (completed - done) / (now - started)
-            text = f"{escape_controls(what)}: {completed:,}, {rate:,.1f}/s"
-            if total is not None:
-                left = timedelta(seconds=round((total - completed) / rate))
-                text = f"{escape_controls(what)}: {completed:,} of {total:,}, {rate:,.1f}/s, "
-                text += f"{left} left"
-            progress.console.print(text, markup=False)
+            left = timedelta(seconds=round((total - completed) / rate))
+            text = f"{what}: {completed:,} of {total:,}, {rate:,.1f}/s, {left} left"
+            progress.console.print(escape_controls(text), markup=False)
 
         yield update

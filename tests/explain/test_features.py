@@ -29,9 +29,6 @@ def test_block_features_of_a_transformer_and_its_agent():
                 # The class token comes first.
                 expected = expected[:, 1:].mT.reshape(2, D, 8, 8)
             assert torch.equal(map_NDRC, expected)
-    assert list(block_features(vit, images, [3, 1])) == [3, 1]
-    with pytest.raises(UserError, match="VisionTransformer has no block 4; choose from 0 to 3"):
-        block_features(vit, images, [4])
     with pytest.raises(UserError, match="Linear returns no intermediate features"):
         block_features(torch.nn.Linear(1, 1), images)
 

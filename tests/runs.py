@@ -7,7 +7,9 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import timm
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -157,3 +159,13 @@ def stopped_after(steps: int) -> Callable:
         yield lambda: "SIGTERM" if next(polls) >= steps else ""
 
     return handler
+
+
+def label_words(folder: Path, home: Path, *more) -> list:
+    """The command that labels with a small teacher, whose weights lie in `home`."""
+    torch.manual_seed(0)
+    weights = home / "teacher.safetensors"
+    save_file(timm.create_model("test_resnet", num_classes=2).state_dict(), weights)
+    words = ["tools/relabel_imagenet.py", "--data", folder, "--teacher", weights]
+    words += ["--model", "test_resnet", "--top-k", 2, "--threads", 1, "--device", "cpu"]
+    return words + list(more)

@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,7 @@ from densefeed.system.errors import UserError, explain_os_error
 from densefeed.system.options import flag
 from densefeed.tools import relabel_imagenet
 
-from ..runs import label_images
+from ..runs import label_images, label_words
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4), "interpolation": "bilinear"}
@@ -41,17 +42,15 @@ def teacher(classes=2, size=64, geometry="squash"):
     return Teacher(timm.create_model("test_resnet", num_classes=classes), size, geometry, CONFIG)
 
 
+def options(**more):
+    return dict(top_k=2, batch=2, threads=2, absent="tail") | more
+
+
 def test_all_classes_are_kept_of_a_teacher_that_has_fewer_than_top_k(folder, tmp_path):
+    images = Images(folder, split="train")
     five, two = (
         label_images(
-            Images(folder, split="train"),
-            teacher(),
-            "t",
-            tmp_path / f"{top_k}.h5",
-            top_k=top_k,
-            batch="auto",
-            threads=1,
-            absent="tail",
+            images, teacher(), "t", tmp_path / f"{top_k}.h5", **options(top_k=top_k, batch="auto")
         )
         for top_k in (5, 2)
     )
@@ -62,35 +61,29 @@ def test_all_classes_are_kept_of_a_teacher_that_has_fewer_than_top_k(folder, tmp
         np.testing.assert_array_equal(one, other)
 
 
+def normalize(pixels: np.ndarray) -> torch.Tensor:
+    """The network's input of rendered pictures."""
+    x_NCHW = torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255
+    mean, std = (torch.tensor(CONFIG[name]).view(3, 1, 1) for name in ("mean", "std"))
+    return (x_NCHW - mean) / std
+
+
 @pytest.mark.parametrize("geometry", ["squash", "center-crop"])
 def test_a_row_is_the_teachers_top_k_of_that_image(folder, tmp_path, geometry):
     """A row against one image passed through the bare timm model; float16 keeps 11 bits."""
     images, scorer = Images(folder, split="train"), teacher(geometry=geometry)
-    store = label_images(
-        images, scorer, "t", tmp_path / "maps.h5", top_k=2, batch=4, threads=2, absent="tail"
-    )
+    store = label_images(images, scorer, "t", tmp_path / "maps.h5", **options(batch=4))
     for index in (0, 7, 10):
         image = decode(images.read(index), "")
         if geometry == "center-crop":
             side = min(image.size)
             left, top = (image.width - side) / 2, (image.height - side) / 2
-            want_window = np.array(
-                [
-                    top / image.height,
-                    left / image.width,
-                    1 - top / image.height,
-                    1 - left / image.width,
-                ]
-            )
+            top, left = top / image.height, left / image.width
+            want_window = np.array([top, left, 1 - top, 1 - left])
         else:
             want_window = np.array([0, 0, 1, 1])
-        pixels, _ = scorer.prepare(image)
-        x = (
-            torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255
-            - torch.tensor(CONFIG["mean"]).view(3, 1, 1)
-        ) / torch.tensor(CONFIG["std"]).view(3, 1, 1)
         with torch.no_grad():
-            features = scorer.model.forward_features(x)
+            features = scorer.model.forward_features(normalize(scorer.prepare(image)[0]))
             logits = (
                 torch.einsum("ncij,kc->nijk", features, scorer.model.fc.weight)
                 + scorer.model.fc.bias
@@ -107,18 +100,13 @@ def test_a_row_is_the_teachers_top_k_of_that_image(folder, tmp_path, geometry):
 def test_accuracy_of_the_stored_maps_is_the_models_own(folder, tmp_path):
     """With every class kept, the mean logit of a map is the output of the bare timm model."""
     images, scorer = Images(folder, split="train"), teacher(classes=2)
-    store = label_images(
-        images, scorer, "t", tmp_path / "maps.h5", top_k=2, batch=4, threads=1, absent="tail"
-    )
+    store = label_images(images, scorer, "t", tmp_path / "maps.h5", **options(batch=4))
     right = []
     for index in range(len(images)):
         pixels, _ = scorer.prepare(decode(images.read(index), ""))
-        x = torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255
-        x = (x - torch.tensor(CONFIG["mean"]).view(3, 1, 1)) / torch.tensor(CONFIG["std"]).view(
-            3, 1, 1
-        )
         with torch.no_grad():
-            right.append(int(scorer.model(x).argmax()) == images.labels[index])
+            top = scorer.model(normalize(pixels)).argmax()
+        right.append(int(top) == images.labels[index])
     assert measure_accuracy(store, batch=4) == pytest.approx(np.mean(right))
 
 
@@ -172,56 +160,17 @@ def test_impossible_options_are_refused_before_any_work(folder, tmp_path):
         with pytest.raises(UserError, match=f"{flag(option)} is 0, and must be at least 1"):
             relabel_imagenet.Labeling(data=folder, out=tmp_path, teacher=("t",), **{option: 0})
     with pytest.raises(UserError, match="--batch is 0, and must be at least 1"):
-        label_images(
-            images, teacher(), "t", tmp_path / "maps.h5", top_k=1, batch=0, threads=1, absent="tail"
-        )
+        label_images(images, teacher(), "t", tmp_path / "maps.h5", **options(batch=0))
     with pytest.raises(UserError, match=r"has 2 classes but the teacher t scores 1"):
-        label_images(
-            images,
-            teacher(classes=1),
-            "t",
-            tmp_path / "maps.h5",
-            top_k=1,
-            batch=4,
-            threads=1,
-            absent="tail",
-        )
+        label_images(images, teacher(classes=1), "t", tmp_path / "maps.h5", **options(top_k=1))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_killed_with_9_continues_and_ends_equal(folder, tmp_path, command):
     """SIGKILL once rows are on disk; the same command again gives the bytes of a whole run."""
-    torch.manual_seed(0)
-    save_file(
-        timm.create_model("test_resnet", num_classes=2).state_dict(),
-        tmp_path / "teacher.safetensors",
-    )
-
-    def words(out):
-        return [
-            "tools/relabel_imagenet.py",
-            "--data",
-            folder,
-            "--teacher",
-            tmp_path / "teacher.safetensors",
-            "--model",
-            "test_resnet",
-            "--input-size",
-            "512",
-            "--top-k",
-            "2",
-            "--batch",
-            "1",
-            "--threads",
-            "1",
-            "--device",
-            "cpu",
-            "--out",
-            out,
-        ]
-
+    words = label_words(folder, tmp_path, "--input-size", 512, "--batch", 1, "--out")
     killed, whole = tmp_path / "killed.h5", tmp_path / "whole.h5"
-    with command.start(*words(killed)) as process:
+    with command.start(*words, killed) as process:
         deadline = time.monotonic() + 120
         while process.poll() is None and time.monotonic() < deadline:
             if done_rows(killed) >= 2:
@@ -231,10 +180,10 @@ def test_a_run_killed_with_9_continues_and_ends_equal(folder, tmp_path, command)
     # It may have finished before the signal came.
     if not killed.exists():
         assert done_rows(killed) >= 2
-        again = command(*words(killed))
+        again = command(*words, killed)
         assert again.returncode == 0, again.stderr
         assert "11 are labeled already" in again.stdout
-    assert command(*words(whole)).returncode == 0
+    assert command(*words, whole).returncode == 0
     assert killed.read_bytes() == whole.read_bytes()
     assert sorted(tmp_path.glob("killed*")) == [killed]
     assert len(ScoreMapStore(killed)) == 11
@@ -253,10 +202,6 @@ def done_rows(out):
 
 
 # ------------------------------------------------------------------------- threads
-
-
-def options(**more):
-    return dict(top_k=2, batch=2, threads=2, absent="tail") | more
 
 
 def test_a_failed_write_ends_the_pass_and_what_was_written_stays(folder, tmp_path, monkeypatch):
@@ -295,14 +240,8 @@ def test_a_damaged_image_ends_the_pass_after_those_before_it_are_written(folder,
         label_images(Images(copy, split="train"), teacher(), "t", tmp_path / "maps.h5", **options())
     assert done_rows(tmp_path / "maps.h5") == 6
     victim.write_bytes((folder / victim.relative_to(copy)).read_bytes())
-    assert (
-        len(
-            label_images(
-                Images(copy, split="train"), teacher(), "t", tmp_path / "maps.h5", **options()
-            )
-        )
-        == 11
-    )
+    images = Images(copy, split="train")
+    assert len(label_images(images, teacher(), "t", tmp_path / "maps.h5", **options())) == 11
 
 
 def test_images_are_scored_in_order_although_they_are_rendered_in_any(folder, tmp_path):
@@ -434,24 +373,20 @@ def test_a_dry_run_writes_nothing_and_predicts_the_sizes_of_the_files(folder, tm
         assert words in text
 
 
-def test_the_command_dry_runs(folder, tmp_path, capsys):
+@pytest.fixture
+def settings(folder, tmp_path):
+    """Options of a labeling by a small teacher."""
     torch.manual_seed(0)
-    save_file(
-        timm.create_model("test_resnet", num_classes=2).state_dict(),
-        tmp_path / "teacher.safetensors",
+    weights = tmp_path / "teacher.safetensors"
+    save_file(timm.create_model("test_resnet", num_classes=2).state_dict(), weights)
+    given = dict(model=("test_resnet",), input_size=(64,), top_k=2, device="cpu")
+    return relabel_imagenet.Labeling(
+        data=folder, out=tmp_path / "maps.h5", teacher=(str(weights),), **given
     )
-    relabel_imagenet.main(
-        relabel_imagenet.Labeling(
-            data=folder,
-            out=tmp_path / "maps.h5",
-            teacher=(str(tmp_path / "teacher.safetensors"),),
-            model=("test_resnet",),
-            input_size=(64,),
-            top_k=2,
-            device="cpu",
-            dry_run=True,
-        )
-    )
+
+
+def test_the_command_dry_runs(settings, tmp_path, capsys):
+    relabel_imagenet.main(replace(settings, dry_run=True))
     text = capsys.readouterr().out
     assert "64 such devices" in text
     assert re.search(
@@ -461,11 +396,8 @@ def test_the_command_dry_runs(folder, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("mode", "want"), [("auto", False), ("never", False), ("whole", True)])
-def test_the_command_compiles_as_its_option_says(folder, tmp_path, monkeypatch, mode, want):
+def test_the_command_compiles_as_its_option_says(settings, monkeypatch, mode, want):
     """On a CPU; what `auto` means on a GPU is tested beside `choose_compile`."""
-    torch.manual_seed(0)
-    state = timm.create_model("test_resnet", num_classes=2).state_dict()
-    save_file(state, tmp_path / "teacher.safetensors")
     passed = []
 
     def begin(*_, compiled, **__):
@@ -473,15 +405,6 @@ def test_the_command_compiles_as_its_option_says(folder, tmp_path, monkeypatch, 
         raise UserError("this test ends here")
 
     monkeypatch.setattr(relabel_imagenet, "begin_pass", begin)
-    settings = relabel_imagenet.Labeling(
-        data=folder,
-        out=tmp_path / "maps.h5",
-        teacher=(str(tmp_path / "teacher.safetensors"),),
-        model=("test_resnet",),
-        input_size=(64,),
-        device="cpu",
-        compile=mode,
-    )
     with pytest.raises(UserError, match="this test ends here"):
-        relabel_imagenet.main(settings)
+        relabel_imagenet.main(replace(settings, compile=mode))
     assert passed == [want]

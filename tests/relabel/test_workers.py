@@ -1,4 +1,4 @@
-"""Workers that share a folder: they join, leave, are killed and stop at any time.
+"""Workers that share a folder or a bucket: they join, leave, are killed and stop at any time.
 
 The reference is one undisturbed worker, whose shards are compared byte by byte.
 """
@@ -21,7 +21,6 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from safetensors.torch import save_file
 
 from densefeed.relabel import workers
 from densefeed.relabel.labeling import begin_pass
@@ -47,7 +46,12 @@ from densefeed.storage.shards import merge_folders
 from densefeed.storage.store_folder import MANIFEST, SIZED_FILES
 from densefeed.system.errors import UserError
 from densefeed.system.leases import Leases
-from densefeed.system.object_folder import ObjectFolder
+from densefeed.system.object_folder import ObjectFolder, open_objects
+from densefeed.system.object_store import connect
+from densefeed.system.object_url import ObjectURL
+
+from ..object_storage import run_with
+from ..runs import label_words
 
 ROOT = Path(__file__).parents[2]
 KILLS = int(os.environ.get("SOAK_KILLS", 3))
@@ -80,11 +84,31 @@ def join(folder: Path, out: Path, seconds: float = 5, images: int = SIZE, **opti
     return label(begin(folder, **options), out, shard_images=images, seconds=seconds)
 
 
-def files(out: Path) -> dict[str, bytes]:
+@pytest.fixture(params=["maps", "bucket"])
+def out(request, tmp_path) -> Path | ObjectURL:
+    """The place of a store, on a disk or in object storage."""
+    if request.param != "bucket":
+        return tmp_path / request.param
+    pytest.importorskip("obstore")
+    return request.getfixturevalue("bucket") / "maps"
+
+
+def files(out: Path | ObjectURL) -> dict[str, bytes]:
     """The content of a store by the names of its files."""
+    if isinstance(out, ObjectURL):
+        store = connect(out)
+        paths = [found["path"] for part in store.list(out.key) for found in part]
+        return {p.removeprefix(f"{out.key}/"): bytes(store.get(p).bytes()) for p in paths}
     return {
         str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()
     }
+
+
+def copy_store(whole: Path, out: Path | ObjectURL) -> Path | ObjectURL:
+    """Copy a finished store to another place."""
+    for name, content in files(whole).items():
+        open_objects(out).replace(name, content)
+    return out
 
 
 @pytest.fixture(scope="module")
@@ -125,10 +149,11 @@ def test_workers_write_every_form(many, whole, tmp_path, form):
         assert 0 < store.error.variation_mean < store.error.variation_max < 0.01
 
 
-@pytest.mark.parametrize("name", ["maps", "maps.h5"])
-def test_two_workers_divide_the_shards(many, whole, tmp_path, monkeypatch, name):
+@pytest.mark.parametrize(
+    "out", ["maps", "maps.h5", pytest.param("bucket", marks=pytest.mark.slow)], indirect=True
+)
+def test_two_workers_divide_the_shards(many, whole, tmp_path, monkeypatch, out):
     """Two at once, as threads: each shard is labeled once, and one of them completes the store."""
-    out = tmp_path / name
     labeled, real = [], workers.label_rows
 
     def label_rows(work, writer, start, update):
@@ -145,11 +170,11 @@ def test_two_workers_divide_the_shards(many, whole, tmp_path, monkeypatch, name)
         thread.start()
     for thread in threads:
         thread.join(60)
-    batch = works[0].batch if name.endswith(".h5") else 0
+    batch = works[0].batch if out.name == "maps.h5" else 0
     shards = plan_shards(works[0].images, works[0].header, SIZE, batch).shards
     assert sorted(labeled) == [shard.rows.start for shard in shards]
-    assert any(store is not None for store in made)
-    if name == "maps":
+    assert isinstance(out, ObjectURL) or any(store is not None for store in made)
+    if out.name == "maps":
         assert files(out) == files(whole)
     else:
         want = convert(ScoreMapStore(whole), tmp_path / "want.h5", "raw")
@@ -290,22 +315,15 @@ def test_a_share_is_parsed_as_index_of_count(many, tmp_path, text):
         label(begin(many), tmp_path / "maps.h5", share=Share(0, 2))
 
 
-def test_a_late_worker_is_identical_or_refused(many, whole, tmp_path, capsys):
-    out = shutil.copytree(whole, tmp_path / "maps")
-    objects, shard = ObjectFolder(out), plan(many).shards[1]
-    before = files(out)
-    (finished,) = (out / SHARDS).glob(f"{shard.name}-*.h5")
-    late = out / PARTS / "late.h5"
-    late.parent.mkdir()
-    shutil.copy(finished, late)
-    assert publish(objects, shard, late)
-    late.unlink(missing_ok=True)
-    assert files(out) == before
-    late.write_bytes(finished.read_bytes() + b"x")
-    assert not publish(objects, shard, late)
-    late.unlink(missing_ok=True)
-    assert "published other bytes before" in capsys.readouterr().out
-    assert files(out) == before
+def test_a_late_worker_is_identical_or_refused(many, whole, out, tmp_path, capsys):
+    objects, shard = open_objects(copy_store(whole, out)), plan(many).shards[1]
+    (finished,) = (whole / SHARDS).glob(f"{shard.name}-*.h5")
+    late = tmp_path / "late.h5"
+    for more in (b"", b"x"):
+        late.write_bytes(finished.read_bytes() + more)
+        assert publish(objects, shard, late) == (not more)
+        assert ("published other bytes before" in capsys.readouterr().out) == bool(more)
+        assert files(out) == files(whole)
 
 
 def test_a_worker_that_lost_its_lease_leaves_the_shard(many, whole, tmp_path, monkeypatch, capsys):
@@ -355,13 +373,8 @@ def test_the_status_counts_finished_and_unfinished_shards(many, tmp_path, monkey
 @pytest.mark.slow
 def test_the_commands_write_and_read_a_folder(many, tmp_path, command):
     """Two workers label, and what reads score maps takes the folder."""
-    weights, out = tmp_path / "teacher.safetensors", tmp_path / "maps"
-    torch.manual_seed(0)
-    save_file(timm.create_model("test_resnet", num_classes=2).state_dict(), weights)
-    words = ["tools/relabel_imagenet.py", "--data", many, "--teacher", weights]
-    words += ["--model", "test_resnet", "--input-size", 64, "--top-k", 2, "--threads", 1]
-    words += ["--device", "cpu", "--out", out]
-    words += ["--shard-images", 8]
+    out = tmp_path / "maps"
+    words = label_words(many, tmp_path, "--input-size", 64, "--shard-images", 8, "--out", out)
     first = command(*words)
     assert first.returncode == 0, first.stderr
     assert "accuracy of the stored maps" in first.stdout
@@ -565,17 +578,11 @@ def test_a_worker_whose_plan_was_replaced_stops_at_the_next_shard(many, tmp_path
 @pytest.mark.slow
 def test_sigterm_gives_the_lease_back(many, tmp_path, command):
     """Schedulers send it before a preemption; another worker need not wait for a minute."""
-    weights, out = tmp_path / "teacher.safetensors", tmp_path / "maps"
-    save_file(timm.create_model("test_resnet", num_classes=2).state_dict(), weights)
-    words = ["tools/relabel_imagenet.py", "--data", many, "--teacher", weights, "--batch", 1]
-    words += ["--model", "test_resnet", "--input-size", 512, "--tta-views", 8, "--top-k", 2]
-    words += ["--threads", 1, "--device", "cpu", "--out", out]
-    root = Path(__file__).parents[2]
-    worker = subprocess.Popen([sys.executable, *map(str, words)], cwd=root)
+    out, slow = tmp_path / "maps", ("--batch", 1, "--input-size", 512, "--tta-views", 8)
+    words = label_words(many, tmp_path, *slow, "--out", out)
+    worker = subprocess.Popen([sys.executable, *map(str, words)], cwd=ROOT)
     try:
-        until = time.monotonic() + 60
-        while not measure_holders(out) and time.monotonic() < until:
-            time.sleep(0.05)
+        wait_for(lambda: measure_holders(out))
         worker.terminate()
         assert worker.wait(20) == 130
     finally:
@@ -591,9 +598,8 @@ def measure_holders(out: Path) -> int:
     return measure_status(out).workers if (out / PLAN).exists() else 0
 
 
-def test_other_options_are_refused_by_name(many, whole, tmp_path):
-    out = shutil.copytree(whole, tmp_path / "maps")
-    before = files(out)
+def test_other_options_are_refused_by_name(many, whole, out, tmp_path):
+    copy_store(whole, out)
     with pytest.raises(UserError, match=r"started with another top k \(2, not 1\)"):
         join(many, out, top_k=1)
     with pytest.raises(UserError, match=r"started with --shard-images 8, not 9"):
@@ -606,51 +612,21 @@ def test_other_options_are_refused_by_name(many, whole, tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(UserError, match=r"file is a file; name a folder, where workers label"):
         join(many, tmp_path / "file")
-    assert files(out) == before
+    assert files(out) == files(whole)
 
 
 @pytest.mark.slow
 def test_torchrun_labels_with_two_ranks_and_reports_once(many, tmp_path):
     """The command gives the bytes of one process and leaves no shard."""
-    torch.manual_seed(0)
-    save_file(
-        timm.create_model("test_resnet", num_classes=2).state_dict(),
-        tmp_path / "teacher.safetensors",
-    )
-
-    def words(out, *more):
-        return [
-            "tools/relabel_imagenet.py",
-            "--data",
-            many,
-            "--teacher",
-            tmp_path / "teacher.safetensors",
-            "--model",
-            "test_resnet",
-            "--input-size",
-            64,
-            "--top-k",
-            2,
-            "--batch",
-            4,
-            "--threads",
-            1,
-            "--device",
-            "cpu",
-            "--shard-images",
-            8,
-            "--out",
-            out,
-            *more,
-        ]
-
+    words = label_words(many, tmp_path, "--input-size", 64, "--batch", 4, "--shard-images", SIZE)
+    two, one = (tmp_path / "out" / name for name in ("two.h5", "one.h5"))
     run = dict(cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     begin = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    both = subprocess.run([*begin, *map(str, words(tmp_path / "out" / "two.h5"))], **run)
+    both = subprocess.run([*begin, *map(str, words), "--out", two], **run)
     assert both.returncode == 0, both.stderr
-    one = subprocess.run([sys.executable, *map(str, words(tmp_path / "out" / "one.h5"))], **run)
-    assert one.returncode == 0, one.stderr
-    assert (tmp_path / "out" / "two.h5").read_bytes() == (tmp_path / "out" / "one.h5").read_bytes()
+    alone = subprocess.run([sys.executable, *map(str, words), "--out", one], **run)
+    assert alone.returncode == 0, alone.stderr
+    assert two.read_bytes() == one.read_bytes()
     assert sorted(os.listdir(tmp_path / "out")) == ["one.h5", "two.h5"]
     assert both.stdout.count("accuracy of the stored maps") == 1
     assert both.stdout.count("images/s; the teacher waited") == COUNT // SIZE
@@ -670,7 +646,7 @@ class SlowRender:
         return self.render(index, out)
 
 
-def work_until_done(folder: Path, out: Path) -> None:
+def work_until_done(folder: Path, out: Path | ObjectURL) -> None:
     """A worker in a process of its own, whose leases last a second."""
     work = begin(folder)
     slow = replace(work, render=SlowRender(work.render))
@@ -682,22 +658,18 @@ def processes():
     """A function that starts workers with all modules imported, as children of a fork server."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["densefeed.relabel.workers", "timm"])
-    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
-    os.environ |= {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", "OMP_NUM_THREADS": "1"}
-    context.Process(target=int).start()
 
     def start(*words):
-        process = context.Process(target=work_until_done, args=words)
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        process = context.Process(target=run_with, args=(environment, work_until_done, *words))
         process.start()
         return process
 
-    yield start
-    for name, value in before.items():
-        os.environ.pop(name) if value is None else os.environ.update({name: value})
+    return start
 
 
 @pytest.mark.slow
-def test_workers_killed_at_random_times_lose_no_row(many, whole, tmp_path, processes):
+def test_workers_killed_at_random_times_lose_no_row(many, whole, out, processes):
     """Four workers; after each SIGKILL another joins, and one is stopped for longer than its lease.
 
     `make soak` kills 20 times. Passes are repeated until one that was killed held a lease.
@@ -705,27 +677,25 @@ def test_workers_killed_at_random_times_lose_no_row(many, whole, tmp_path, proce
     seed = 0 if KILLS == 3 else int.from_bytes(os.urandom(4))
     draws, kills, resumed, rounds = random.Random(seed), 0, 0, 0
     while kills < KILLS or (resumed < 2 and rounds < 20):
-        out = tmp_path / f"maps-{rounds}"
-        alive = [processes(many, out) for _ in range(5)]
+        place = out / f"{rounds}"
+        objects, alive = open_objects(place), [processes(many, place) for _ in range(5)]
         stopped = alive.pop()
         try:
-            wait_for(lambda out=out: list((out / SHARDS).glob("*.json")))
+            wait_for(lambda objects=objects: objects.list(SHARDS))
             os.kill(stopped.pid, signal.SIGSTOP)
-            while all(child.is_alive() for child in alive) and not (out / MANIFEST).exists():
-                time.sleep(draws.uniform(0.1, 0.5))
-                if kills >= KILLS and resumed > 1:
-                    break
-                child = alive.pop(draws.randrange(4))
-                child.kill()
-                child.join()
-                kills += child.exitcode == -signal.SIGKILL
-                alive.append(processes(many, out))
-                resumed = max(resumed, count_holders(out))
             limit = time.monotonic() + 300
-            while not (out / MANIFEST).exists():
+            while objects.read(MANIFEST) is None:
                 assert time.monotonic() < limit
-                time.sleep(0.02)
-                resumed = max(resumed, count_holders(out))
+                time.sleep(draws.uniform(0.1, 0.5))
+                # The most holders that the lease of an unfinished shard had.
+                generations = (int(name.rpartition(".")[2]) for name in objects.list(LEASES))
+                resumed = max(resumed, *generations, 0)
+                if kills < KILLS or resumed < 2:
+                    child = alive.pop(draws.randrange(4))
+                    child.kill()
+                    child.join()
+                    kills += child.exitcode == -signal.SIGKILL
+                    alive.append(processes(many, place))
             os.kill(stopped.pid, signal.SIGCONT)
             for child in [*alive, stopped]:
                 child.join(120)
@@ -733,17 +703,11 @@ def test_workers_killed_at_random_times_lose_no_row(many, whole, tmp_path, proce
         finally:
             for child in [*alive, stopped]:
                 child.kill()
-        assert files(out) == files(whole)
+        assert files(place) == files(whole)
         rounds += 1
     # Some of them held leases.
     assert resumed > 1
     print(f"seed {seed}: {kills} kills in {rounds} passes, up to {resumed} holders of a shard")
-
-
-def count_holders(out: Path) -> int:
-    """The most holders that the lease of any unfinished shard had."""
-    endings = (lease.suffix[1:] for lease in (out / LEASES).glob("*.*"))
-    return max((int(ending) for ending in endings if ending.isdecimal()), default=0)
 
 
 def wait_for(condition, seconds: float = 60) -> None:

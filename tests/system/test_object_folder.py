@@ -1,30 +1,44 @@
 """Small shared files: created once, replaced and removed as a whole."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
-from densefeed.system.object_folder import ObjectFolder
+from densefeed.system.object_folder import ObjectFolder, open_objects
 
 
-def test_create_replace_read_list_and_remove(tmp_path):
-    objects = ObjectFolder(tmp_path / "maps")
+@pytest.mark.parametrize("kind", ["folder", "bucket"])
+def test_create_replace_read_list_and_remove(kind, tmp_path, request):
+    """The same calls have the same results on a disk and in object storage."""
+    place = tmp_path if kind == "folder" else request.getfixturevalue("bucket")
+    objects = open_objects(place / "maps")
     assert objects.read("leases/a") is None
-    assert objects.list("leases") == {}
+    assert objects.size("leases/a") is None
+    assert objects.list("leases") == objects.sizes("leases") == {}
     assert objects.create("leases/a", b"1")
     assert not objects.create("leases/a", b"2")
     assert objects.read("leases/a") == b"1"
-    objects.replace("leases/a", b"3")
+    objects.replace("leases/a", b"345")
     objects.replace("leases/b", b"4")
-    assert objects.read("leases/a") == b"3"
+    objects.replace("leases.txt", b"4")
+    if kind == "bucket":
+        objects.replace("leases/folder/c", b"4")
+    assert objects.read("leases/a") == b"345"
+    assert objects.size("leases/a") == 3
+    assert objects.sizes("leases") == {"a": 3, "b": 1}
     assert objects.list("leases").keys() == {"a", "b"}
+    assert abs(objects.list("leases")["a"] - time.time()) < 60
     objects.remove("leases/b")
     objects.remove("leases/b")
-    objects.remove_all("parts")
-    objects.remove_all("leases")
-    objects.remove_all("leases")
-    assert list((tmp_path / "maps").iterdir()) == []
+    for folder in ("parts", "leases", "leases"):
+        objects.remove_all(folder)
+    assert objects.list("leases") == {}
+    if kind == "bucket":
+        assert objects.read("leases/folder/c") == b"4"
+    else:
+        assert [path.name for path in (tmp_path / "maps").iterdir()] == ["leases.txt"]
 
 
 def test_a_folder_that_another_process_removes_is_made_again(tmp_path, monkeypatch):

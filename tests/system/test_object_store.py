@@ -6,7 +6,6 @@ import os
 import pickle
 import random
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -190,31 +189,6 @@ def exit_if_refused(url: ObjectURL) -> None:
 
 
 # ---------------------------------------------------------------------------------------- objects
-
-
-def test_create_replace_read_list_and_remove(bucket):
-    """The calls of ObjectFolder, with the same results."""
-    objects = ObjectStore(bucket / "maps")
-    assert objects.read("leases/a") is None
-    assert objects.size("leases/a") is None
-    assert objects.list("leases") == {}
-    assert objects.create("leases/a", b"1")
-    assert not objects.create("leases/a", b"2")
-    assert objects.read("leases/a") == b"1"
-    objects.replace("leases/a", b"345")
-    objects.replace("leases/b", b"4")
-    objects.replace("leases/folder/c", b"4")
-    objects.replace("leases.txt", b"4")
-    assert objects.read("leases/a") == b"345"
-    assert objects.size("leases/a") == 3
-    assert objects.list("leases").keys() == {"a", "b"}
-    assert abs(objects.list("leases")["a"] - time.time()) < 60
-    objects.remove("leases/b")
-    objects.remove("leases/b")
-    objects.remove_all("parts")
-    objects.remove_all("leases")
-    assert objects.list("leases") == {}
-    assert objects.read("leases/folder/c") == b"4"
 
 
 @pytest.mark.parametrize("fault", ["lost", "InternalError"])

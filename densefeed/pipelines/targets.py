@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -19,12 +20,12 @@ from densefeed.pipelines.batch import Batch, ScoreMapSpec
 from densefeed.pipelines.fused_targets import SlotMaps, can_run, pool_targets, spread_maps
 from densefeed.pipelines.shapes import Grid, split_grid
 from densefeed.storage.geometry import (
-    are_windows,
     labeling_cells,
     published_frame,
     samples_per_bin,
     window_frame,
 )
+from densefeed.storage.score_maps import ScoreMaps, find_faults
 from densefeed.system.errors import UserError
 from densefeed.system.options import Bounds, Options
 
@@ -157,16 +158,6 @@ def axis_weights(at: Places, side: int, grid: int, most: int) -> tuple[Tensor, T
     return (hat * inside[..., None]).sum(3) / hits.clamp(min=1)[..., None], hits / count[..., None]
 
 
-def grid_weights(
-    at: Places, side: int, grid: tuple[int, int], most: int
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return what `axis_weights` does for the columns of a grid, and for its rows."""
-    rows, columns = grid
-    down = axis_weights(at, side, rows, most)
-    across = down if rows == columns else axis_weights(at, side, columns, most)
-    return tuple(part[:, 0] for part in across), tuple(part[:, 1] for part in down)
-
-
 def table_points(
     at: Places, side: int, grid: tuple[int, int], most: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -238,7 +229,10 @@ def sampler(
     grid, most = split_grid(grid), most_samples(batch, spec, grid, rules)
     at = places(batch, spec.side, rules)
     if batch.axis_aligned:
-        (columns, inside_x), (rows, inside_y) = grid_weights(at, spec.side, grid, most)
+        down = axis_weights(at, spec.side, grid[0], most)
+        across = down if grid[0] == grid[1] else axis_weights(at, spec.side, grid[1], most)
+        columns, inside_x = (part[:, 0] for part in across)
+        rows, inside_y = (part[:, 1] for part in down)
 
         def pool_axes(map_NSSM: Tensor) -> Tensor:
             strips_NRSM = exact_matmul(rows, map_NSSM.flatten(2)).unflatten(2, map_NSSM.shape[2:])
@@ -315,7 +309,10 @@ def palette_maps(batch: Batch, spec: ScoreMapSpec, rules: TargetRules) -> Palett
     if can_run(batch.view, spec.max_palette):
         maps = batch.map_class, batch.map_logit, batch.map_lse
         numbers = spec.num_classes, spec.max_palette, spec.absent == "tail", rules.temperature
-        return SlotMaps(*spread_maps(*maps, *numbers), place_table(batch, spec.side, rules))
+        at = places(batch, spec.side, rules)
+        rows = at.view, at.through, at.visible, at.cells, batch.weight[:, None]
+        place = torch.cat([field.flatten(1) for field in rows], 1)
+        return SlotMaps(*spread_maps(*maps, *numbers), place)
     palette, slot = palettes(batch.map_class, spec.max_palette)
     entries, share = batch.map_logit.to(batch.view.dtype), None
     if spec.absent == "tail":
@@ -332,13 +329,6 @@ def palette_maps(batch: Batch, spec: ScoreMapSpec, rules: TargetRules) -> Palett
     # The classes of a cell are distinct, so each slot is written at most once.
     value.scatter_(2, slot.view(N, S * S, -1), entries.flatten(1, 2))
     return PaletteMaps(palette, value.unflatten(1, (S, S)), share)
-
-
-def place_table(batch: Batch, side: int, rules: TargetRules) -> Tensor:
-    """Return `SlotMaps.place` of a batch."""
-    at = places(batch, side, rules)
-    fields = at.view, at.through, at.visible, at.cells, batch.weight[:, None]
-    return torch.cat([field.flatten(1) for field in fields], 1)
 
 
 def sparse_targets(
@@ -437,40 +427,26 @@ def check_batch(batch: Batch, spec: ScoreMapSpec, where: str) -> None:
     `where` names the score maps in messages, e.g. `the score maps of train.beton`. Raises
     UserError, which names the sample, where `sparse_targets` cannot read them.
     """
-    maps = batch.map_logit, batch.map_class, batch.map_lse
-    if batch.window is None or any(field is None for field in maps):
+    fields = batch.map_logit, batch.map_class, batch.map_lse, batch.window
+    if any(field is None for field in fields):
         raise UserError(
             f"{where} did not come with the batch; give --score-maps, or pack them into the .beton"
         )
     cells = len(batch.index), spec.side, spec.side
     shapes = (*cells, spec.top_k), (*cells, spec.top_k), cells
-    if tuple(tuple(field.shape) for field in maps) != shapes:
+    if tuple(tuple(field.shape) for field in fields[:3]) != shapes:
         side, top_k = batch.map_logit.shape[2:]
         raise UserError(
             f"{where} have {side} x {side} cells of {top_k} classes, "
             f"but their header says {spec.side} x {spec.side} of {spec.top_k}; label the images "
             "again"
         )
-    named = batch.map_class.long()
-    distinct = 1 + (named.flatten(1).sort(1).values.diff(dim=1) != 0).sum(1)
+    maps = ScoreMaps(*(field.numpy() for field in fields))
+    faults = find_faults(maps, spec.num_classes, np.array(spec.max_palette))
+    faults = {f"{fault}; label it again": bad for fault, bad in faults.items()}
     view = batch.view.double()
-    area = torch.linalg.det(view[:, :, :2]).abs()
-    again = "label it again"
-    faults = {
-        f"has a logit that is not finite; {again}": ~batch.map_logit.isfinite(),
-        # Only `tail` reads the logsumexp.
-        f"has a logsumexp that is not finite; {again}": ~batch.map_lse.isfinite()
-        & (spec.absent == "tail"),
-        f"has a class number beyond the {spec.num_classes:,} classes of the data; "
-        "label with a teacher of these classes": named >= spec.num_classes,
-        f"has more classes than the {spec.max_palette} of the header; {again}": (
-            distinct > spec.max_palette
-        )[:, None],
-        f"has a Window that is not part of its image; {again}": ~are_windows(batch.window)[:, None],
-        "has a View of no area; crop and warp it less": (area < 1e-12)[:, None]
-        | ~view.isfinite().all(2),
-    }
+    flat = (torch.linalg.det(view[:, :, :2]).abs() < 1e-12) | ~view.flatten(1).isfinite().all(1)
+    faults["a View of no area; crop and warp it less"] = flat.numpy()
     for what, bad in faults.items():
-        rows = bad.flatten(1).any(1).nonzero()[:, 0].tolist()
-        if rows:
-            raise UserError(f"{where}: sample {int(batch.index[rows[0]])} {what}")
+        if bad.any():
+            raise UserError(f"{where}: sample {int(batch.index[bad.argmax()])} has {what}")

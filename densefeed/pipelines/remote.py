@@ -99,23 +99,18 @@ class RemoteSource(FfcvSource):
         """
         ahead = self._count_ahead(plan, index.shape[1])
         with self._turn:
-            self._advance(plan, epoch, step, index, ahead)
-
-    def _advance(
-        self, plan: EpochPlan, epoch: int, step: int, index: np.ndarray, ahead: int
-    ) -> None:
-        if self._next != (epoch, step):
-            self._restart(plan, epoch, step)
-        # All at once, the first requests would take the processor from the first steps.
-        until = min(len(index), self._planned + RAMP)
-        while len(self._requested) <= ahead and self._planned < until:
-            ids = np.unique(index[self._planned])
-            self._requested.append(self._request(ids, self._next_use(plan, self._planned)))
-            self._planned += 1
-        self._begun.append(self._requested.popleft())
-        while len(self._begun) > IN_FLIGHT:
-            self._release(self._begun.popleft())
-        self._next = epoch, step + 1
+            if self._next != (epoch, step):
+                self._restart(plan, epoch, step)
+            # All at once, the first requests would take the processor from the first steps.
+            until = min(len(index), self._planned + RAMP)
+            while len(self._requested) <= ahead and self._planned < until:
+                ids = np.unique(index[self._planned])
+                self._requested.append(self._request(ids, self._next_use(plan, self._planned)))
+                self._planned += 1
+            self._begun.append(self._requested.popleft())
+            while len(self._begun) > IN_FLIGHT:
+                self._release(self._begun.popleft())
+            self._next = epoch, step + 1
 
     def _restart(self, plan: EpochPlan, epoch: int, step: int) -> None:
         """Begin at a step of an epoch; drop what was requested for other steps."""
@@ -219,16 +214,12 @@ class RemoteSource(FfcvSource):
         with self._turn:
             held = self._request(ids, np.zeros_like)
         try:
-            self._wait(held.jobs)
+            for job in set(held.jobs.values()):
+                job.result()
             yield
         finally:
             with self._turn:
                 self._release(held)
-
-    @staticmethod
-    def _wait(jobs: dict[int, Future]) -> None:
-        for job in set(jobs.values()):
-            job.result()
 
     def read_ahead(self, first: int, end: int) -> None:
         """Do nothing: `follow` requests what is needed."""

@@ -15,7 +15,6 @@ cell as the published code warps it, and the View is that of the augmented image
 import math
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -44,16 +43,6 @@ from densefeed.storage.geometry import WHOLE
 PLAIN = ("AutoContrast", "Equalize")
 
 
-class Work(NamedTuple):
-    """The images of a batch while they are prepared."""
-
-    source: Source
-    ids: np.ndarray  # int64 [N]
-    flips: np.ndarray  # bool [N]
-    steps: list[list[Step]]
-    matrix: np.ndarray  # float64 [N, 3, 3], augmented image to stored one, normalized
-
-
 class WholeImages:
     """Flips and augments the images of a batch as a whole, for `ThreadedLoader.batches`.
 
@@ -76,41 +65,35 @@ class WholeImages:
         """
         N = len(rows.index)
         flips, steps = self._chooser.choose_steps(epoch, rows.index, rows.repeat)
-        work = Work(source, rows.index, flips, steps, np.tile(np.eye(3), (N, 1, 1)))
+        # Augmented images to stored ones, normalized.
+        matrix_N33 = np.tile(np.eye(3), (N, 1, 1))
+
+        def prepare(row: int) -> tuple[np.ndarray, int, tuple[int, int]]:
+            """Decode and augment one image; return its pixels, kind and extent."""
+            image = source.image(int(rows.index[row]))
+            matrix_N33[row] = compose_steps(flips[row], steps[row], image.height, image.width)
+            if flips[row]:
+                image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+            for step in steps[row]:
+                image = apply_step(image, step, self._fill)
+            pixels = np.asarray(image)
+            return pixels, native.RAW, pixels.shape[:2]
+
+        def follow(batch: Batch) -> Batch:
+            """Let the labels of a batch of crops follow, see `Encoded.follow`."""
+            if not self.warps_maps:
+                aligned = not self._chooser.augment.shears
+                return move_views(batch, matrix_N33)._replace(axis_aligned=aligned)
+            if batch.map_logit is None:
+                return batch
+            return warp_maps(batch, flips, steps, source.score_maps.num_classes)
+
         encoded = Encoded.in_memory(N)
         encoded.tasks = [
-            threads.submit(encoded.fill, row, partial(self._prepare, work, row)) for row in range(N)
+            threads.submit(encoded.fill, row, partial(prepare, row)) for row in range(N)
         ]
-        encoded.follow = partial(self._follow, work)
+        encoded.follow = follow
         return encoded
-
-    def _prepare(self, work: Work, row: int) -> tuple[np.ndarray, int, tuple[int, int]]:
-        """Decode and augment one image; return its pixels, kind and extent."""
-        flip, steps = work.flips[row], work.steps[row]
-        image = work.source.image(int(work.ids[row]))
-        work.matrix[row] = compose_steps(flip, steps, image.height, image.width)
-        pixels = np.asarray(augment_image(image, flip, steps, self._fill))
-        return pixels, native.RAW, pixels.shape[:2]
-
-    def _follow(self, work: Work, batch: Batch) -> Batch:
-        """Let the labels of a batch of crops follow, see `Encoded.follow`."""
-        if not self.warps_maps:
-            aligned = not self._chooser.augment.shears
-            return move_views(batch, work.matrix)._replace(axis_aligned=aligned)
-        if batch.map_logit is None:
-            return batch
-        return warp_maps(batch, work.flips, work.steps, work.source.score_maps.num_classes)
-
-
-def augment_image(
-    image: Image.Image, flip: bool, steps: list[Step], fill: tuple[int, int, int]
-) -> Image.Image:
-    """Flip an RGB image, and apply operations one after the other, by Pillow."""
-    if flip:
-        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    for step in steps:
-        image = apply_step(image, step, fill)
-    return image
 
 
 def apply_step(image: Image.Image, step: Step, fill: tuple[int, int, int]) -> Image.Image:

@@ -7,11 +7,10 @@ color jitter, torchvision's.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from operator import itemgetter
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -84,16 +83,6 @@ class Step(NamedTuple):
     cubic: bool  # whether a geometric one samples bicubically
 
 
-class Layers(NamedTuple):
-    """The draws of RandAugment's layers for the samples of a batch, `[L, N]` each."""
-
-    which: np.ndarray  # int64, indices of the string's names
-    applied: np.ndarray  # bool
-    level: np.ndarray  # float64, magnitudes
-    negative: np.ndarray  # bool, for arguments with a sign
-    cubic: np.ndarray  # bool, filter of geometric operations
-
-
 class AugmentPlan(NamedTuple):
     """The operations for each sample of a batch, in order: `before`, the warp, `after`, the boxes.
 
@@ -137,7 +126,7 @@ class Chooser:
         The samples are repeats `repeat_N` in this epoch.
         """
         index_N, repeat_N = np.asarray(index_N), np.asarray(repeat_N)
-        draw = partial(self._draw, epoch, index_N, repeat_N)
+        draw = self._make_draw(epoch, index_N, repeat_N)
         *layer, last_N, matrix_N33, cubic_N = self._rand_augment(draw, len(index_N), height, width)
         # Codes and arguments of layers, in order.
         layers = [layer]
@@ -146,10 +135,14 @@ class Chooser:
         if self.augment.shift:
             shift_N33 = self._draw_shifts(draw)
             shown_N33 = shift_N33 @ matrix_N33
-            shift = make_shift_layers(shift_N33, self.augment.shift_border)
-            layers, last_N = [shift, *layers], last_N + shift[0].shape[1]
             if self.augment.shift_border == "mean":
-                matrix_N33 = shown_N33
+                # Composed into the warp, which fills with the same color: an empty layer.
+                empty = np.full((len(index_N), 1), -1), np.zeros((len(index_N), 1))
+                matrix_N33, layers, last_N = shown_N33, [empty, *layers], last_N + 1
+            else:
+                # By operations of its own, for its color is not the warp's.
+                codes = np.tile([CODES["ShiftX"], CODES["ShiftY"]], (len(index_N), 1))
+                layers, last_N = [(codes, shift_N33[:, :2, 2]), *layers], last_N + 2
         if any(self.augment.jitter):
             layers.append(self._jitter(draw))
         for number, name in enumerate(self.augment.operations):
@@ -167,16 +160,11 @@ class Chooser:
         boxes = self._choose_boxes(draw, height, width)
         return AugmentPlan(before, after, boxes, row_R, argument, table_R256, row_M, *warp)
 
-    def _draw(
-        self,
-        epoch: int,
-        index_N: np.ndarray,
-        repeat_N: np.ndarray,
-        stream: int,
-        numbers: Sequence[int],
-        rows: Any = slice(None),
-    ) -> np.ndarray:
-        return self.plan.draws(epoch, index_N[rows], stream, numbers, repeat_N[rows])
+    def _make_draw(self, epoch: int, index_N: np.ndarray, repeat_N: np.ndarray) -> Draw:
+        def draw(stream: int, numbers: Sequence[int], rows: Any = slice(None)) -> np.ndarray:
+            return self.plan.draws(epoch, index_N[rows], stream, numbers, repeat_N[rows])
+
+        return draw
 
     def _rand_augment(self, draw: Draw, N: int, height: int, width: int) -> tuple[np.ndarray, ...]:
         """Choose RandAugment's layers; none without RandAugment.
@@ -191,9 +179,9 @@ class Chooser:
         last_N, matrix_N33 = np.full(N, -1), np.tile(np.eye(3), (N, 1, 1))
         if not L:
             return code_NL, argument_NL, last_N, matrix_N33, np.zeros(N, bool)
-        layers = self._draw_layers(draw, N)
+        cubic_LN, operations = self._draw_layers(draw, N)
         matrix_LN33 = np.tile(np.eye(3), (L, N, 1, 1))
-        for name, mine, argument in self._split_layers(layers):
+        for name, mine, argument in operations:
             if name in GEOMETRIC:
                 matrix_LN33[mine] = make_matrix(name, argument, height, width)
                 # A sample may have this operation in two layers, and another one in a later layer.
@@ -204,7 +192,7 @@ class Chooser:
         for matrix in matrix_LN33:
             matrix_N33 = matrix_N33 @ matrix
         # One resampling has one filter, the last layer's. Where last_N is -1, nothing reads it.
-        cubic_N = layers.cubic[last_N, np.arange(N)]
+        cubic_N = cubic_LN[last_N, np.arange(N)]
         return code_NL, argument_NL, last_N, matrix_N33, cubic_N
 
     def choose_steps(
@@ -219,37 +207,35 @@ class Chooser:
         steps = [[] for _ in index_N]
         if not self.spec.layers:
             return flips, steps
-        layers = self._draw_layers(partial(self._draw, epoch, index_N, repeat_N), len(index_N))
+        draw = self._make_draw(epoch, index_N, repeat_N)
+        cubic_LN, operations = self._draw_layers(draw, len(index_N))
         found = []
-        for name, (layer, sample), argument in self._split_layers(layers):
-            cubic = layers.cubic[layer, sample]
+        for name, (layer, sample), argument in operations:
+            cubic = cubic_LN[layer, sample]
             columns = (part.tolist() for part in (sample, layer, argument, cubic))
             found += [(n, at, Step(name, *rest)) for n, at, *rest in zip(*columns, strict=True)]
         for n, _, step in sorted(found, key=itemgetter(0, 1)):
             steps[n].append(step)
         return flips, steps
 
-    def _draw_layers(self, draw: Draw, N: int) -> Layers:
-        """Draw the layers of RandAugment, which must not be off."""
+    def _draw_layers(self, draw: Draw, N: int) -> tuple[np.ndarray, list[tuple[str, tuple, Any]]]:
+        """Draw the layers of RandAugment, which must not be off.
+
+        Returns the filter of geometric operations, bool `[L, N]`, true for bicubic, and for each
+        operation that is applied its name, the layers and samples, and the arguments.
+        """
         spec, L = self.spec, self.spec.layers
         numbers = [LAYER_NUMBERS * layer + number for layer in range(L) for number in range(6)]
         drawn = draw(AUGMENT, numbers).reshape(L, 6, N)
-        return Layers(
-            self._choose_operations(draw, drawn[:, 0]),
-            (drawn[:, 1] < spec.probability) | (spec.probability >= 1),
-            self._levels(drawn[:, 2], drawn[:, 3]),
-            # The comparison of timm's _randomly_negate.
-            drawn[:, 4] > 0.5,
-            drawn[:, 5] >= 0.5,
-        )
-
-    def _split_layers(self, layers: Layers) -> Iterator[tuple[str, tuple[np.ndarray, ...], Any]]:
-        """Yield each operation that is applied: its name, the layers and samples, arguments."""
-        for number in np.unique(layers.which[layers.applied]).tolist():
-            name = self.spec.names[number]
-            mine = np.nonzero(layers.applied & (layers.which == number))
-            level, negative = layers.level[mine], layers.negative[mine]
-            yield name, mine, level_to_argument(name, level, negative)
+        which_LN = self._choose_operations(draw, drawn[:, 0])
+        applied_LN = (drawn[:, 1] < spec.probability) | (spec.probability >= 1)
+        level_LN = self._levels(drawn[:, 2], drawn[:, 3])
+        # The comparison of timm's _randomly_negate.
+        negative_LN, found = drawn[:, 4] > 0.5, []
+        for number in np.unique(which_LN[applied_LN]).tolist():
+            name, mine = spec.names[number], np.nonzero(applied_LN & (which_LN == number))
+            found.append((name, mine, level_to_argument(name, level_LN[mine], negative_LN[mine])))
+        return drawn[:, 5] >= 0.5, found
 
     def _levels(self, first_LN: np.ndarray, second_LN: np.ndarray) -> np.ndarray:
         """Compute the magnitudes from two uniform draws: float64 `[L, N]`."""
@@ -326,20 +312,6 @@ class Chooser:
         noise = u[-2] * (self.noise - 3 * height * width)
         columns = np.stack((samples, top, left, box_height, box_width, noise), 1).astype(int)
         return tuple(EraseBox(*row) for row in columns[fits[pick]].tolist())
-
-
-def make_shift_layers(
-    shift_N33: np.ndarray, border: Literal["mean", "black"]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Make the layers of a shift: codes and arguments, `[N, 1]` for a mean border, else `[N, 2]`.
-
-    With a mean border it is composed into the warp, which fills with the same color, so its layer
-    is empty. A black one is done by operations of its own, for its color is not the warp's.
-    """
-    N = len(shift_N33)
-    if border == "mean":
-        return np.full((N, 1), -1), np.zeros((N, 1))
-    return np.tile([CODES["ShiftX"], CODES["ShiftY"]], (N, 1)), shift_N33[:, :2, 2]
 
 
 def group_operations(

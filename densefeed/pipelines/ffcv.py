@@ -59,13 +59,7 @@ class FfcvSource(StoreMaps):
 
     def _check_store(self, path: str | Path, maps: str | Path) -> None:
         """Raise UserError if the maps beside the file are not those of its images."""
-        notes, images, rows = self._beton.notes, len(self._beton), len(self._store)
-        # A file that FFCV itself wrote has no fingerprint: only the number of images and the
-        # labels can be compared.
-        if not notes and rows != images:
-            raise UserError(
-                f"{maps} holds {rows} maps but {path} holds {images} images; relabel the images"
-            )
+        notes = self._beton.notes
         if notes.get("left_out"):
             raise UserError(
                 f"{path} leaves out {notes['left_out']} images that could not be packed, so {maps} "
@@ -73,10 +67,11 @@ class FfcvSource(StoreMaps):
             )
         if notes:
             self._store.check(self.fingerprint, path)
-        if (self._store.labels != self.labels).any():
+        # A file that FFCV itself wrote has no fingerprint: only its labels can be compared.
+        if not np.array_equal(self._store.labels, self.labels):
             raise UserError(
-                f"{maps} was made for other images than {path} holds (their labels differ); "
-                f"relabel {path}'s images"
+                f"{maps} has {len(self._store):,} maps of other images than the "
+                f"{len(self.labels):,} of {path} (their labels differ); relabel {path}'s images"
             )
 
     def read_ahead(self, first: int, end: int) -> None:

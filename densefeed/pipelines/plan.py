@@ -147,11 +147,9 @@ class EpochPlan:
         if not 0 <= self.rank < ranks:
             raise UserError(f"rank {self.rank} is out of range for {ranks} ranks, counted from 0")
         starts = [start for start, _ in self.sizes]
-        smallest = min((pixels for _, pixels in self.sizes), default=0)
-        if starts[:1] != [0] or starts != sorted(set(starts)) or smallest < 1:
+        if starts[:1] != [0] or starts != sorted(set(starts)):
             raise UserError(
-                f"sizes {self.sizes} must be pairs (epoch, pixels) whose epochs ascend from 0 "
-                "and whose pixels are positive"
+                f"sizes {self.sizes} must be pairs (epoch, pixels) whose epochs ascend from 0"
             )
         if self.buckets and (self.order != "random" or self.mode == "evaluate"):
             raise UserError(

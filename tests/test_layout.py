@@ -147,7 +147,9 @@ def test_every_config_field_is_read():
                 "dataclass" in ast.unparse(d) for d in node.decorator_list
             ):
                 declared = {item.target.id for item in node.body if isinstance(item, ast.AnnAssign)}
-                assert declared <= read | {"version"}, f"{path}: {declared - read} is never read"
+                # A lease's `number` only makes each renewal's content another one.
+                kept = read | {"version", "number"}
+                assert declared <= kept, f"{path}: {declared - kept} is never read"
 
 
 TOOLS = [path for path in SOURCES if path.parent.name == "tools" and path.stem != "__init__"]

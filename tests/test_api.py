@@ -5,6 +5,7 @@ losses of train.py.
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -376,6 +377,8 @@ def test_an_objective_of_ones_own_is_a_loss(loader, monkeypatch):
     class Scaled(densefeed.Objective):
         name = "scaled"
         own = FactorOptions
+        # A step has no section `model`, and a run's option of it is not one of the step's.
+        unused: ClassVar = {"fused_head": "--objective token-label"}
 
         def loss(self, output, batch, step):
             loss = torch.nn.functional.cross_entropy(output, batch.label)

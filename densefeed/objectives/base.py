@@ -75,6 +75,14 @@ class WrappedModel(nn.Module):
     evaluated: Mapping[str, nn.Module] = MappingProxyType({})
     aliases: Sequence[Tensor] = ()
 
+    def no_weight_decay(self) -> set[str]:
+        """Return the exceptions of all children, such as tables, for timm's grouping."""
+        return {
+            f"{name}.{exception}"
+            for name, child in self.named_children()
+            for exception in getattr(child, "no_weight_decay", set)()
+        }
+
     def combine_gradients(self, average: Callable[[list[Tensor]], None]) -> None:
         """Change the gradients of a step before they are clipped, without waiting.
 

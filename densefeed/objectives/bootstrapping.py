@@ -79,10 +79,6 @@ class JointModel(WrappedModel):
         """The weights that the agent shares."""
         return self.agent.shared_tensors()
 
-    def no_weight_decay(self) -> set[str]:
-        """Return the exceptions of the transformer: its tables."""
-        return {f"vit.{name}" for name in getattr(self.vit, "no_weight_decay", set)()}
-
     def forward(self, image_NCHW: Tensor) -> JointOutput:
         x_NTD, tokens = self.vit.forward_intermediates(image_NCHW, output_fmt="NLC")
         vit = self.vit.forward_head(x_NTD)

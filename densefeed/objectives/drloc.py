@@ -400,10 +400,6 @@ class LocalizedModel(WrappedModel):
         features = self.model.forward_features(image_NCHW, **more)
         return features, [feature_map(features, self.model, image_NCHW)]
 
-    def no_weight_decay(self) -> set[str]:
-        """Return the model's exceptions; timm's rule already exempts the biases of the heads."""
-        return {f"model.{name}" for name in getattr(self.model, "no_weight_decay", set)()}
-
     def forward(
         self, image_NCHW: Tensor, words_NM4: Tensor, weight_N: Tensor, **more: Any
     ) -> LocalizedOutput:

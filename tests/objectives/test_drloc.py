@@ -9,6 +9,7 @@ from torch import nn
 
 from densefeed.models import checkpoints  # noqa: F401  (registers our models)
 from densefeed.models.block_maps import forward_block_maps, forward_merged_maps
+from densefeed.objectives.base import WrappedModel
 from densefeed.objectives.drloc import (
     ALPHA,
     LocalizationHead,
@@ -558,6 +559,10 @@ def test_no_weight_decay_of_the_model_is_kept():
     both = LocalizedModel(network("swin_tiny_patch4_window7_224"), "l1", 0, [64])
     assert len(both.no_weight_decay()) == 5  # a table of relative positions for each block
     assert both.no_weight_decay() <= {name for name, _ in both.named_parameters()}
+    # Wrappers of methods from outside the package inherit it.
+    other = WrappedModel()
+    other.peer = network("lvvit_micro")
+    assert other.no_weight_decay() == {"peer.pos_embed", "peer.cls_token"}
 
 
 def test_head_learns_from_a_map_of_coordinates():

@@ -24,9 +24,9 @@ class SparseCrossEntropy(torch.autograd.Function):
     """Sparse cross entropy; saves the logits, the targets and two numbers per row for backward."""
 
     @staticmethod
-    def forward(ctx, logits_NTK, palette_NM, extra_NTM, base_NT, total_NT):
-        loss_NT, *sums = kernels.forward(logits_NTK, palette_NM, extra_NTM, base_NT, total_NT)
-        ctx.save_for_backward(logits_NTK, *sums, palette_NM, extra_NTM, base_NT, total_NT)
+    def forward(ctx, logits_NTK, *targets):
+        loss_NT, *sums = kernels.forward(logits_NTK, *targets)
+        ctx.save_for_backward(logits_NTK, *sums, *targets)
         return loss_NT
 
     @staticmethod
@@ -34,30 +34,26 @@ class SparseCrossEntropy(torch.autograd.Function):
         return kernels.backward(grad_NT, *ctx.saved_tensors), None, None, None, None
 
 
-def check_shapes(
-    N: int, T: int, palette_NM: Tensor, extra_NTM: Tensor, base_NT: Tensor, total_NT: Tensor
-) -> None:
-    """Raise ValueError unless these are targets of N images of T tokens."""
-    M = palette_NM.shape[-1]
-    found = [tuple(tensor.shape) for tensor in (palette_NM, extra_NTM, base_NT, total_NT)]
+def list_fields(targets: SparseTargets, N: int, T: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the fields that kernels read. ValueError unless they are of N images of T tokens."""
+    fields = targets.palette, targets.extra, targets.base, targets.total
+    found, M = [tuple(tensor.shape) for tensor in fields], targets.palette.shape[-1]
     if found != [(N, M), (N, T, M), (N, T), (N, T)]:
         raise ValueError(
             f"targets of shapes {found} do not fit {N} images of {T} tokens; make targets for the "
             "grid of the model"
         )
+    return fields
 
 
-def sparse_cross_entropy(
-    logits_NTK: Tensor, palette_NM: Tensor, extra_NTM: Tensor, base_NT: Tensor, total_NT: Tensor
-) -> Tensor:
+def sparse_cross_entropy(logits_NTK: Tensor, targets: SparseTargets) -> Tensor:
     """Compute the cross entropy of each token, `[N, T]`, float32 (float64 for float64 logits).
 
-    The other arguments are fields of `SparseTargets`, which must sum to `total_NT`. Only the logits
-    get a gradient, in their dtype, summed in float32; targets are constants. A second derivative is
-    an error. Raises ValueError if the shapes do not fit.
+    The targets must sum to their `total`. Only the logits get a gradient, in their dtype, summed in
+    float32; targets are constants. A second derivative is an error. Raises ValueError if the shapes
+    do not fit.
     """
-    check_shapes(*logits_NTK.shape[:2], palette_NM, extra_NTM, base_NT, total_NT)
-    return SparseCrossEntropy.apply(logits_NTK, palette_NM, extra_NTM, base_NT, total_NT)
+    return SparseCrossEntropy.apply(logits_NTK, *list_fields(targets, *logits_NTK.shape[:2]))
 
 
 def weighted_mean(loss: Tensor, weight: Tensor) -> Tensor:
@@ -71,10 +67,7 @@ def token_loss(tokens_NTK: Tensor, targets: SparseTargets) -> Tensor:
 
     The logits of MixToken are already un-mixed, so targets stay in place.
     """
-    loss_NT = sparse_cross_entropy(
-        tokens_NTK, targets.palette, targets.extra, targets.base, targets.total
-    )
-    return weighted_mean(loss_NT, targets.weight)
+    return weighted_mean(sparse_cross_entropy(tokens_NTK, targets), targets.weight)
 
 
 def class_token_loss(cls_NK: Tensor, targets: SparseTargets) -> Tensor:
@@ -118,8 +111,7 @@ def fused_token_loss(
     them (not for a frozen head, and none under no_grad). Raises ValueError if the shapes do not
     fit.
     """
-    target = targets.palette, targets.extra, targets.base, targets.total
-    check_shapes(*features_NTD.shape[:2], *target)
+    target = list_fields(targets, *features_NTD.shape[:2])
     device, dtype = features_NTD.device.type, features_NTD.dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)

@@ -75,13 +75,9 @@ def dense_loss(logits, dense, weight):
     return (loss * weight).sum() / weight.sum()
 
 
-def sparse(logits, targets):
-    return sparse_cross_entropy(logits, targets.palette, targets.extra, targets.base, targets.total)
-
-
 def losses_and_gradients(logits, targets, dense):
     """Return loss and gradient of the mean, ours and the dense reference's in float64."""
-    ours = sparse(logits, targets).mean()
+    ours = sparse_cross_entropy(logits, targets).mean()
     (gradient,) = torch.autograd.grad(ours, logits)
     exact = logits.detach().double().requires_grad_()
     want = -(dense * exact.log_softmax(-1)).sum(-1).mean()
@@ -141,9 +137,12 @@ def test_half_precision_logits_are_summed_in_float32(dtype):
 
 def test_gradcheck():
     targets, _ = random_targets(2, 3, 4, 7, repeats=True)
-    assert sparse(random_logits(2, 3, 7, dtype=torch.float64), targets).dtype == torch.float64
+    assert (
+        sparse_cross_entropy(random_logits(2, 3, 7, dtype=torch.float64), targets).dtype
+        == torch.float64
+    )
     assert torch.autograd.gradcheck(
-        lambda x: sparse(x, targets), random_logits(2, 3, 7, dtype=torch.float64)
+        lambda x: sparse_cross_entropy(x, targets), random_logits(2, 3, 7, dtype=torch.float64)
     )
 
 
@@ -157,7 +156,7 @@ def test_result_is_independent_of_block_size(size, monkeypatch):
 
     def results(dtype):
         logits = random_logits(5, 7, 11, dtype=dtype)
-        loss = sparse(logits, targets)
+        loss = sparse_cross_entropy(logits, targets)
         return loss, *torch.autograd.grad((loss * targets.weight).sum(), logits)
 
     want = [results(dtype) for dtype in (torch.float32, torch.bfloat16)]
@@ -170,10 +169,10 @@ def test_noncontiguous_logits():
     targets, _ = random_targets(3, 5, 4, 11, dtype=torch.float32)
     wide = random_logits(3, 6, 11)
     for view in (wide[:, 1:], wide.mT.contiguous().mT[:, :5]):
-        (gradient,) = torch.autograd.grad(sparse(view, targets).sum(), view)
+        (gradient,) = torch.autograd.grad(sparse_cross_entropy(view, targets).sum(), view)
         apart = view.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
         torch.testing.assert_close(
-            gradient, torch.autograd.grad(sparse(apart, targets).sum(), apart)[0]
+            gradient, torch.autograd.grad(sparse_cross_entropy(apart, targets).sum(), apart)[0]
         )
 
 
@@ -181,17 +180,17 @@ def test_backward_twice_and_gradients_of_logits_only():
     targets, _ = random_targets(2, 3, 4, 7, dtype=torch.float32)
     targets.extra.requires_grad_()
     logits = random_logits(2, 3, 7)
-    loss = sparse(logits, targets).sum()
+    loss = sparse_cross_entropy(logits, targets).sum()
     first, again = (torch.autograd.grad(loss, logits, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, again)
     loss.backward()
     assert targets.extra.grad is None
     with torch.no_grad():
-        assert not sparse(logits, targets).requires_grad
+        assert not sparse_cross_entropy(logits, targets).requires_grad
     with pytest.raises(RuntimeError):
-        torch.autograd.grad(sparse(logits, targets).square().sum(), logits, create_graph=True)[
-            0
-        ].sum().backward()
+        torch.autograd.grad(
+            sparse_cross_entropy(logits, targets).square().sum(), logits, create_graph=True
+        )[0].sum().backward()
 
 
 def test_error_on_targets_of_another_grid():

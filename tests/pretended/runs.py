@@ -25,7 +25,7 @@ from densefeed.pipelines.augment.augmentation import Augmentation
 from densefeed.pipelines.augment.settings import Augment
 from densefeed.pipelines.batch import Batch, ScoreMapSpec
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.pipelines.targets import sparse_targets
+from densefeed.pipelines.targets import SparseTargets, sparse_targets
 from densefeed.step import Step
 from densefeed.system.errors import UserError
 from densefeed.training import evaluation
@@ -130,7 +130,8 @@ def launch_elsewhere() -> dict:
     with watch() as seen:
         augmentation(batch, choice)
         sparse_targets(batch, ScoreMapSpec(6, 2, 10, "tail", 10, 1.0), 2)
-        sparse_cross_entropy(logits, palette, ones[..., None], ones, ones)
+        targets = SparseTargets(palette, ones[..., None], ones, ones, ones)
+        sparse_cross_entropy(logits, targets)
     return summarize(seen)
 
 

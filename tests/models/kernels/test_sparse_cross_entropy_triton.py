@@ -13,6 +13,7 @@ import torch
 
 from densefeed.models.kernels import sparse_cross_entropy as kernels
 from densefeed.objectives.losses import sparse_cross_entropy
+from densefeed.pipelines.targets import SparseTargets
 
 from ...interpreter import interpreted, run_interpreted
 
@@ -137,9 +138,11 @@ def test_a_cpu_needs_no_triton():
         import sys, torch
         sys.modules["triton"] = None
         from densefeed.objectives.losses import sparse_cross_entropy
+        from densefeed.pipelines.targets import SparseTargets
         logits = torch.zeros(1, 1, 2, requires_grad=True)
         ones = torch.ones(1, 1)
-        sparse_cross_entropy(logits, ones.long(), ones[None], 0 * ones, ones).sum().backward()
+        targets = SparseTargets(ones.long(), ones[None], 0 * ones, ones, ones)
+        sparse_cross_entropy(logits, targets).sum().backward()
         assert logits.grad.squeeze().tolist() == [0.5, -0.5]
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
@@ -186,8 +189,13 @@ def on_gpu(test):
     )
 
 
+def compute_loss(logits, *targets, function=sparse_cross_entropy):
+    palette, extra, base, total = targets
+    return function(logits, SparseTargets(palette, extra, base, total, total))
+
+
 def loss_and_gradient(grad, logits, *targets):
-    loss = sparse_cross_entropy(logits, *targets)
+    loss = compute_loss(logits, *targets)
     return loss, *torch.autograd.grad(loss, logits, grad)
 
 
@@ -238,5 +246,5 @@ def test_gpu_has_no_host_sync_and_can_be_captured():
 def test_gpu_compiles_without_a_graph_break():
     case = example(8, 49, 1000, 40, torch.bfloat16, "cuda")
     case[1].requires_grad_()
-    loss = torch.compile(sparse_cross_entropy, fullgraph=True)(*case[1:])
+    loss = compute_loss(*case[1:], function=torch.compile(sparse_cross_entropy, fullgraph=True))
     check(loss, *torch.autograd.grad(loss, case[1], case[0]), case)

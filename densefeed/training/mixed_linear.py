@@ -104,27 +104,28 @@ class LayerNormSums(torch.autograd.Function):
 
 
 class WithCopies(nn.Module):
-    """Base of layers whose copies are not copied with them: nothing would update those."""
+    """Base of layers that take the place of a layer `of` and compute with copies of its parameters.
+
+    Copies are no buffers, and in no state dict. They are not copied with the layer, since nothing
+    would update those.
+    """
 
     COPIES = ("low_weight", "low_bias", "image_weight", "image_bias")
+
+    def __init__(self, of: nn.Module) -> None:
+        vars(self).update(vars(of))
+        self.forget()
+
+    def forget(self) -> None:
+        """Compute without copies, until there are others."""
+        vars(self).update(dict.fromkeys(self.COPIES))
 
     def __getstate__(self) -> dict:
         return {name: None if name in self.COPIES else v for name, v in vars(self).items()}
 
 
 class MixedLinear(WithCopies, nn.Linear):
-    """A linear layer that computes with the copies of `WeightCopies`, where there are any.
-
-    It takes the parameters of `of`. Copies are no buffers, and in no state dict.
-    """
-
-    def __init__(self, of: nn.Linear) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = of.in_features, of.out_features
-        self.weight, self.bias = of.weight, of.bias
-        self.low_weight: Tensor | None = None
-        self.low_bias: Tensor | None = None
-        self.image_bias: Tensor | None = None
+    """A linear layer that computes with the copies of `WeightCopies`, where there are any."""
 
     def forward(self, x: Tensor) -> Tensor:
         # Evaluation comes after an update, which the copies have not seen.
@@ -141,18 +142,7 @@ class MixedLinear(WithCopies, nn.Linear):
 
 
 class MixedLayerNorm(WithCopies, nn.LayerNorm):
-    """A layer norm, in float32, whose parameters get their gradients from `WeightCopies`.
-
-    It takes the parameters of `of`.
-    """
-
-    def __init__(self, of: nn.LayerNorm) -> None:
-        nn.Module.__init__(self)
-        self.normalized_shape, self.eps = of.normalized_shape, of.eps
-        self.elementwise_affine = True
-        self.weight, self.bias = of.weight, of.bias
-        self.image_weight: Tensor | None = None
-        self.image_bias: Tensor | None = None
+    """A layer norm, in float32, whose parameters get their gradients from `WeightCopies`."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows = self.image_weight
@@ -176,19 +166,7 @@ class LowCopy(torch.autograd.Function):
 
 
 class MixedConv2d(WithCopies, nn.Conv2d):
-    """A convolution that computes with the copies of `WeightCopies`, where there are any.
-
-    It takes the parameters of `of`.
-    """
-
-    def __init__(self, of: nn.Conv2d) -> None:
-        nn.Module.__init__(self)
-        # Its sizes, and how it pads.
-        vars(self).update({name: vars(of)[name] for name in vars(of) if name[:1].isalpha()})
-        self._reversed_padding_repeated_twice = of._reversed_padding_repeated_twice
-        self.weight, self.bias = of.weight, of.bias
-        self.low_weight: Tensor | None = None
-        self.low_bias: Tensor | None = None
+    """A convolution that computes with the copies of `WeightCopies`, where there are any."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.low_weight is None or not torch.is_grad_enabled():
@@ -226,13 +204,13 @@ class WeightCopies:
             return
         mixed = {nn.Linear: MixedLinear, nn.Conv2d: MixedConv2d}.get(type(part))
         if name and mixed:
-            self.layers.append(mixed(part).train(part.training))
+            self.layers.append(mixed(part))
             region.set_submodule(name, self.layers[-1])
         # The norm whose input the block computes, by timm's name. Sums by image are a pass of their
         # own, which inductor needs for this one anyway, to compute the input again.
         plain = type(part) is nn.LayerNorm and part.bias is not None
         if self.by_image and plain and name.rpartition(".")[2] == "norm2":
-            self.norms.append(MixedLayerNorm(part).train(part.training))
+            self.norms.append(MixedLayerNorm(part))
             region.set_submodule(name, self.norms[-1])
 
     def update(self, dtype: torch.dtype | None, images: int) -> None:
@@ -265,14 +243,9 @@ class WeightCopies:
 
     def _allocate(self, dtype: torch.dtype | None) -> None:
         self._dtype, self._low = dtype, []
-        for norm in self.norms:
-            norm.image_weight = norm.image_bias = None
-        for layer in self.layers:
-            layer.low_weight = layer.low_bias = None
-            if isinstance(layer, MixedLinear):
-                layer.image_bias = None
-            if dtype is None:
-                continue
+        for part in (*self.layers, *self.norms):
+            part.forget()
+        for layer in self.layers if dtype else ():
             layer.low_weight = torch.empty_like(layer.weight.detach(), dtype=dtype)
             self._low.append(layer.low_weight)
             if layer.bias is not None:

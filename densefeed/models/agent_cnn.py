@@ -171,19 +171,10 @@ def conv_taps(heads: int) -> list[tuple[int, int]]:
     return [(tap // side - before, tap % side - before) for tap in range(heads)]
 
 
-class Margins(NamedTuple):
-    """How far the taps of a CONV reach beyond a map, in positions."""
-
-    left: int
-    right: int
-    above: int
-    below: int
-
-
-def conv_margins(taps: Sequence[tuple[int, int]]) -> Margins:
-    """Return the margins of taps that hold that of the output position."""
+def conv_margins(taps: Sequence[tuple[int, int]]) -> tuple[int, int, int, int]:
+    """Return how many positions the taps reach beyond a map: left, right, above and below."""
     downs, rights = zip(*taps, strict=True)
-    return Margins(-min(rights), max(rights), -min(downs), max(downs))
+    return -min(rights), max(rights), -min(downs), max(downs)
 
 
 class Conv(nn.Module):
@@ -219,9 +210,9 @@ def shared_conv(x_NDYX: Tensor, shared: SharedWeights, num_heads: int) -> Tensor
     the kernels W_h = W_h^V W_h^O would take H D², and as many again to compute the kernels.
     """
     taps, (Y, X) = conv_taps(num_heads), x_NDYX.shape[2:]
-    margins = conv_margins(taps)
+    left, _, above, _ = margins = conv_margins(taps)
     values = F.pad(linear_1x1(x_NDYX, shared.value, None), margins)
-    corners = [(margins.above + down, margins.left + right) for down, right in taps]
+    corners = [(above + down, left + right) for down, right in taps]
     shifted = [
         value[:, :, top : top + Y, left : left + X]
         for value, (top, left) in zip(values.chunk(num_heads, 1), corners, strict=True)

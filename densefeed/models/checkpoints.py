@@ -92,19 +92,16 @@ def load(path: Path) -> dict:
             allowed = torch.serialization.safe_globals([argparse.Namespace])
             with allowed, warnings.catch_warnings(action="ignore"):
                 checkpoint = torch.load(file, map_location="cpu", weights_only=True)
-    except TorchFileError as error:
-        what = f"is not a checkpoint that loads safely ({error})"
-        raise CheckpointError(f"{path} {what}; copy or train it again") from error
-    except (OSError, SafetensorError) as error:
-        # Errors of the system name the file and have a remedy.
-        if isinstance(error, OSError) and error.filename:
-            raise CheckpointError(explain_os_error(error)) from None
-        raise CheckpointError(f"{path} cannot be read ({error}); copy it again") from error
     except (CheckpointError, MemoryError):
         raise
     # Unpickling a damaged file may raise nearly any exception.
     except Exception as error:
-        what = f"is not a checkpoint that loads safely ({type(error).__name__})"
+        # Errors of the system name the file and have a remedy.
+        if isinstance(error, OSError) and error.filename:
+            raise CheckpointError(explain_os_error(error)) from None
+        readable = isinstance(error, TorchFileError | SafetensorError | OSError)
+        why = error if readable else type(error).__name__
+        what = f"is not a checkpoint that loads safely ({why})"
         raise CheckpointError(f"{path} {what}; copy or train it again") from error
     if not isinstance(checkpoint, dict):
         what = f"a {type(checkpoint).__name__} instead of a dictionary of weights"

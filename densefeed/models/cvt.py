@@ -143,7 +143,10 @@ class Embedding(nn.Module):
 
 
 class Stage(nn.Module):
-    """Maps `[N, C, H, W]` to a map `[N, D, R, C]` and the class token `[N, X, D]`."""
+    """Maps `[N, C, H, W]` to a map `[N, D, R, C]` and the class token `[N, X, D]`.
+
+    Forward appends the map after every block to `maps`, if it gets such a list.
+    """
 
     def __init__(
         self, embedding: Embedding, blocks: Sequence[Block], dim: int, class_token: bool
@@ -153,27 +156,16 @@ class Stage(nn.Module):
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim)) if class_token else None
         self.grad_checkpointing = False
 
-    def _embed(self, x_NCHW: Tensor) -> tuple[Tensor, Grid]:
+    def forward(self, x_NCHW: Tensor, maps: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
         x_NTD, grid = self.patch_embed(x_NCHW)
         if self.cls_token is not None:
             x_NTD = torch.cat([self.cls_token.expand(x_NTD.shape[0], -1, -1), x_NTD], dim=1)
-        return x_NTD, grid
-
-    def forward(self, x_NCHW: Tensor) -> tuple[Tensor, Tensor]:
-        x_NTD, grid = self._embed(x_NCHW)
-        x_NTD = run_blocks(self.blocks, x_NTD, grid, grad_checkpointing=self.grad_checkpointing)
-        class_NXD, patch_NDRC = split_tokens(x_NTD, grid)
-        return patch_NDRC, class_NXD
-
-    def forward_blocks(self, x_NCHW: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Return the map after every block, and the class token after the last."""
-        x_NTD, grid = self._embed(x_NCHW)
-        maps = []
         for block in self.blocks:
             x_NTD = run_blocks([block], x_NTD, grid, grad_checkpointing=self.grad_checkpointing)
-            class_NXD, patch_NDRC = split_tokens(x_NTD, grid)
-            maps.append(patch_NDRC)
-        return maps, class_NXD
+            if maps is not None:
+                maps.append(split_tokens(x_NTD, grid)[1])
+        class_NXD, patch_NDRC = split_tokens(x_NTD, grid)
+        return patch_NDRC, class_NXD
 
 
 class CvT(PrunableLayers, nn.Module):
@@ -292,10 +284,10 @@ class CvT(PrunableLayers, nn.Module):
     def _final(self, class_NXD: Tensor, x_NDRC: Tensor) -> Tensor:
         return x_NDRC if self.drloc else self.norm(join_tokens(class_NXD, x_NDRC))
 
-    def forward_features(self, image_NCHW: Tensor) -> Tensor:
+    def forward_features(self, image_NCHW: Tensor, maps: list[Tensor] | None = None) -> Tensor:
         x_NDRC = image_NCHW
         for stage in self.stages:
-            x_NDRC, class_NXD = stage(x_NDRC)
+            x_NDRC, class_NXD = stage(x_NDRC, maps)
         return self._final(class_NXD, x_NDRC)
 
     def forward_intermediates(
@@ -326,12 +318,8 @@ class CvT(PrunableLayers, nn.Module):
 
     def forward_blocks(self, image_NCHW: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return final features, and the map `[N, D, R, C]` after every block of every stage."""
-        maps, x_NDRC = [], image_NCHW
-        for stage in self.stages:
-            own, class_NXD = stage.forward_blocks(x_NDRC)
-            maps += own
-            x_NDRC = own[-1]
-        return self._final(class_NXD, x_NDRC), maps
+        maps = []
+        return self.forward_features(image_NCHW, maps), maps
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Return logits from the output of `forward_features`.

@@ -560,12 +560,32 @@ def test_other_number_of_epochs_cannot_resume(micro, finished):
         training.train(micro(finished, **SAVED, epochs=3, resume="auto"))
 
 
-def test_run_killed_in_an_evaluation_repeats_only_the_evaluation(micro, tmp_path, monkeypatch):
+JOINT = dict(
+    model="bootstrapping_vit_micro", model_kwargs=("depth=2",), objective="ce", mixtoken=False
+)
+SHARED = dict(model_kwargs=("num_heads=6", "depth=2"), mixtoken=False, feature_adapt="pool-2d")
+# Of a run that is killed: what changes between epochs, and what is trained beside the model.
+KILLED = {
+    "one size": {},
+    "in the middle of another size": dict(sizes=((0, 16), (1, 48))),
+    "buckets of two scales": EVERYTHING | dict(log_every=1),
+    "drloc": dict(drloc="l1", drloc_grid=2),
+    "drloc, published": dict(drloc="reg", drloc_grid=0, drloc_published=True, microbatch=2),
+    "joint": JOINT | dict(bootstrap="joint", microbatch=2, cutmix=1.0),
+    "shared, dense": SHARED | dict(bootstrap="shared", precision="fp16"),
+}
+
+
+@pytest.mark.parametrize("fields", KILLED.values(), ids=list(KILLED))
+def test_run_killed_in_an_evaluation_repeats_only_the_evaluation(
+    micro, tmp_path, monkeypatch, fields
+):
     """The epoch is saved before its evaluation; the resumed run evaluates first.
 
-    All records equal those of an uninterrupted run.
+    All records and the last state equal those of an uninterrupted run: EMA, moments, the heads of
+    DRLoc, both networks of Bootstrapping ViTs.
     """
-    training.train(micro(tmp_path / "whole"))
+    training.train(micro(tmp_path / "whole", **fields))
     evaluate = training.evaluate_sync
     for epoch in (1, 2):
         calls = []
@@ -579,15 +599,15 @@ def test_run_killed_in_an_evaluation_repeats_only_the_evaluation(micro, tmp_path
         # raw weights are judged, the averaged ones no more
         monkeypatch.setattr(training, "evaluate_sync", killed)
         with pytest.raises(KeyboardInterrupt):
-            training.train(micro(tmp_path / "cut", resume="auto"))
+            training.train(micro(tmp_path / "cut", resume="auto", **fields))
         monkeypatch.undo()
         saved = checkpoints.load(tmp_path / "cut" / "last.pt")
         assert saved["step"] == 3 * epoch
         if epoch == 1:
             monkeypatch.setattr(training, "signal_handler", stopped_after(1))
-            assert training.train(micro(tmp_path / "cut", resume="auto")) == {}
+            assert training.train(micro(tmp_path / "cut", resume="auto", **fields)) == {}
             monkeypatch.undo()
-    result = training.train(micro(tmp_path / "cut", resume="auto"))
+    result = training.train(micro(tmp_path / "cut", resume="auto", **fields))
     assert records(tmp_path / "cut") == records(tmp_path / "whole")
     assert differences(state(tmp_path / "cut"), state(tmp_path / "whole")) == []
     assert result["top1"] == json.loads((tmp_path / "whole" / "result.json").read_text())["top1"]

@@ -341,20 +341,6 @@ def test_models_that_can_have_no_agent_are_refused(name, kwargs):
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{}, {"feed_forward": "mlp", "aggregate": "none", "num_heads": 6}]
-)
-def test_dhvt_is_refused(kwargs):
-    """Also with a plain MLP."""
-    with meta_device():
-        model = timm.create_model("dhvt_tiny_cifar_patch4", num_classes=2, depth=1, **kwargs)
-    with pytest.raises(
-        ValueError,
-        match="DHVT's attention adds head tokens and its MLP, DAFF, contains convolutions",
-    ):
-        vit_spec(model)
-
-
-@pytest.mark.parametrize(
     ("kwargs", "message"),
     [
         ({"stem": "vgg"}, "^stem 'vgg' must be one of res-like, base$"),

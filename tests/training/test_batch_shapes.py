@@ -25,14 +25,23 @@ BUCKETS = dict(aspects=(0.75, 4 / 3), side_multiple=8, size=48)
 SHAPES = [(56, 40), (40, 56)]
 
 
-def test_images_mask_and_targets_have_the_shape_of_the_batch(micro, tmp_path, monkeypatch):
-    """The plan's shapes reach the network; tokens of 8 px have a mask and a target each."""
-    seen, grids = [], []
+@pytest.mark.parametrize(
+    "fields", [BUCKETS | dict(multi_scale=(48, 64)), dict(sizes=((0, 16), (2, 48)))]
+)
+def test_images_mask_and_targets_have_the_shape_of_the_batch(micro, tmp_path, monkeypatch, fields):
+    """The plan's shapes reach the network; tokens of 8 px have a mask and a target each.
+
+    Each shape is tried before the first step. Evaluations, of a batch of 4 and one of 1, have the
+    size of the model.
+    """
+    seen, evaluated, grids = [], [], []
     forward, targets = LVViT.forward, base.sparse_targets
 
     def spied(model, image, mix_PP=None):
         if model.training and not image.is_meta:
             seen.append((tuple(image.shape[2:]), tuple(mix_PP.shape)))
+        elif not image.is_meta:
+            evaluated.append(tuple(image.shape[2:]))
         return forward(model, image, mix_PP)
 
     def spied_targets(batch, spec, grid, *rest):
@@ -43,14 +52,17 @@ def test_images_mask_and_targets_have_the_shape_of_the_batch(micro, tmp_path, mo
 
     monkeypatch.setattr(LVViT, "forward", spied)
     monkeypatch.setattr(base, "sparse_targets", spied_targets)
-    config = micro(tmp_path / "run", epochs=3, **BUCKETS | dict(multi_scale=(48, 64)))
+    config = micro(tmp_path / "run", epochs=3, ema=0.0, **fields)
     training.train(config)
     loader = train_loader(config)
     want = [loader.plan.shape(epoch, step) for epoch in range(3) for step in range(3)]
     loader.close()
-    assert len(set(want)) > 2
+    assert len(set(want)) > 1
     assert seen == [(shape, (shape[0] // 8, shape[1] // 8)) for shape in want]
     assert grids == [grid for _, tokens in seen for grid in (tokens, 1)]
+    assert evaluated == config.data.shapes + [(config.data.size,) * 2] * 2 * 3
+    model, _ = checkpoints.build(tmp_path / "run" / "last.pt")
+    assert model.grid_size == config.data.size // 8
 
 
 def test_mixtoken_exchanges_tokens_of_an_oblong_grid(micro, tmp_path):

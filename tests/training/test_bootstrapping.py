@@ -30,7 +30,6 @@ from ..runs import (
     model_for,
     objective_for,
     records,
-    stopped_after,
     wrapped_and_first_batch,
 )
 
@@ -122,45 +121,6 @@ def test_checkpoint_holds_transformer_and_both_are_evaluated(micro, tmp_path, ca
         f", and {count:,} that --bootstrap {fields['bootstrap']} trains beside them, on cpu"
         in capsys.readouterr().out
     )
-
-
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(
-    "fields",
-    [JOINT | dict(microbatch=2, cutmix=1.0), DENSE | dict(precision="fp16")],
-    ids=["joint", "shared, dense"],
-)
-def test_stop_after_every_second_step_equals_uninterrupted_run(
-    micro, tmp_path, monkeypatch, fields
-):
-    """Both networks, EMA and moments bit for bit; the feature weight decays between epochs.
-
-    An epoch has three steps, so the run stops within both epochs.
-    """
-    whole = training.train(micro(tmp_path / "whole", **fields))
-    for step in (2, 4):
-        # it is asked once more where an epoch ends
-        monkeypatch.setattr(training, "signal_handler", stopped_after(step // 2 + 1))
-        assert training.train(micro(tmp_path / "cut", resume="auto", **fields)) == {}
-        assert checkpoints.load(tmp_path / "cut" / "last.pt")["step"] == step
-    result = training.train(micro(tmp_path / "cut", resume="auto", **fields))
-    assert {name: result[name] for name in result if "top1" in name} == {
-        name: whole[name] for name in whole if "top1" in name
-    }
-    one, other = (checkpoints.load(tmp_path / name / "last.pt") for name in ("cut", "whole"))
-    for part in ("model", "agent", "ema"):
-        assert set(one[part]) == set(other[part])
-        assert all(torch.equal(tensor, other[part][name]) for name, tensor in one[part].items()), (
-            part
-        )
-    for number, moments in one["optimizer"]["state"].items():
-        assert all(
-            torch.equal(value, other["optimizer"]["state"][number][name])
-            for name, value in moments.items()
-        )
-    assert [(r["step"], r["loss"]) for r in records(tmp_path / "cut")] == [
-        (r["step"], r["loss"]) for r in records(tmp_path / "whole")
-    ]
 
 
 def test_dry_run_counts_memory_of_both_networks(config, capsys):
@@ -473,8 +433,9 @@ TRANSFORMERS = {
     "t2t_vit_7": (("depth=2",), None),
     "vit_base_patch16_224": (("depth=2",), None),
     "vit_large_patch16_224": (("depth=2",), None),
+    # Also with a plain MLP.
     "dhvt_small_imagenet_patch16": (
-        ("depth=2",),
+        ("depth=2", "feed_forward='mlp'", "aggregate='none'"),
         "DHVT's attention adds head tokens and its MLP, DAFF, contains convolutions",
     ),
     "beit_base_patch16_224": (NARROW, None),

@@ -14,7 +14,6 @@ from densefeed.system.errors import UserError
 from densefeed.system.options import with_options
 from densefeed.tools import export, validate
 from densefeed.training.config import Config
-from densefeed.training.evaluation import Metrics
 from densefeed.training.ranks import Ranks
 from densefeed.training.student import build_student
 
@@ -238,59 +237,6 @@ def test_step_compiles_once(micro, tmp_path, no_host_read, fields):
             want = step_loss(*step)
         torch.testing.assert_close(compiled(*step), want)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["blocks", "whole"])
-def test_compiled_run_matches_eager_run(micro, tmp_path, monkeypatch, how):
-    """Without code generation, which takes a minute."""
-    compiler = torch.compile
-    fields = dict(epochs=1, drop_path=0.0, drloc="l1", drloc_grid=2, model_kwargs=("depth=1",))
-    training.train(micro(tmp_path / "plain", **fields))
-    monkeypatch.setattr(
-        torch,
-        "compile",
-        lambda function, mode=None, **options: compiler(function, backend="aot_eager", **options),
-    )
-    torch._dynamo.reset()
-    training.train(micro(tmp_path / how, compile=how, **fields))
-    losses = [[r["loss"] for r in records(tmp_path / name)] for name in ("plain", how)]
-    # aot_eager calls the kernels of eager mode: the losses of the three steps were equal bit by bit
-    # with PyTorch's default and AVX2 kernels. Sums in another order differ by units of 2^-23.
-    assert losses[1] == pytest.approx(losses[0], rel=64 * 2**-23)
-
-
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(
-    "fields",
-    [
-        dict(drloc="l1", drloc_grid=2),
-        dict(drloc="reg", drloc_grid=0, drloc_published=True, microbatch=2),
-    ],
-)
-def test_resume_after_kill_is_bit_exact(micro, tmp_path, monkeypatch, fields):
-    training.train(micro(tmp_path / "whole", epochs=3, **fields))
-    evaluations = []
-
-    def killed(*arguments):
-        evaluations.append(1)
-        if len(evaluations) > 2:  # raw weights and EMA after epoch 1
-            raise KeyboardInterrupt
-        return Metrics(0.5, 0.5, 1.0, 5)
-
-    monkeypatch.setattr(training, "evaluate_sync", killed)
-    with pytest.raises(KeyboardInterrupt):
-        training.train(micro(tmp_path / "killed", epochs=3, **fields))
-    monkeypatch.undo()
-    training.train(micro(tmp_path / "killed", epochs=3, resume="auto", **fields))
-    one, other = (checkpoints.load(tmp_path / name / "last.pt") for name in ("whole", "killed"))
-    for part in ("model", "ema", "localizer"):
-        for name, tensor in one[part].items():
-            assert torch.equal(tensor, other[part][name]), (part, name)
-    losses = [
-        [(r["step"], r["loss"]) for r in records(tmp_path / name)] for name in ("whole", "killed")
-    ]
-    assert losses[0] == losses[1]
 
 
 def test_validate_and_export_ignore_heads(micro, packed, tmp_path):

@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import functools
 import gc
 import io
 import os
@@ -119,15 +118,6 @@ def frozen_modules():
     gc.freeze()
     yield
     gc.unfreeze()  # Triton prints at exit which of its objects were not freed
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_measured_rate():
-    """Measure the peak rate of a device once, not 0.3 s in every run; test_speed measures it."""
-    from densefeed.training import speed
-
-    with mock.patch.object(speed, "matmul_rate", functools.cache(speed.matmul_rate)):
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -129,19 +129,6 @@ def check_model_sizes(name: str, data: DataOptions, objective: Objective, model:
                 )
 
 
-def flops_per_shape(
-    spec: checkpoints.ModelSpec, objective: Objective, num_classes: int
-) -> dict[Shape, float]:
-    """Return the operations of one training image for each shape of the network's input."""
-    with torch.device("meta"):
-        # `place` does nothing here, so that added networks stay on the meta device too.
-        networks = get_networks(objective.wrap(spec.build(), num_classes, lambda network: network))
-    return {
-        shape: sum(training_flops(network, shape) for network in networks)
-        for shape in objective.setting.shapes
-    }
-
-
 def flops_shares(
     spec: checkpoints.ModelSpec,
     objective: Objective,
@@ -152,11 +139,16 @@ def flops_shares(
 ) -> dict[Shape, float]:
     """Return the operations of a training image over those that all devices do in a second.
 
-    For each shape of the network's input; times the images per second this is the MFU. Empty on a
-    CPU, which has no peak rate. `passes` is 2 with SAM; `dtype` is that of autocast.
+    For each shape of the network's input; times the images per second this is the MFU. Empty where
+    `peak_flops` knows no rate. `passes` is 2 with SAM; `dtype` is that of autocast.
     """
     peak = peak_flops(ranks.device, dtype or torch.float32)
     if peak is None:
         return {}
-    flops = flops_per_shape(spec, objective, num_classes)
-    return {shape: passes * count / (peak * ranks.size) for shape, count in flops.items()}
+    with torch.device("meta"):
+        # `place` does nothing here, so that added networks stay on the meta device too.
+        networks = get_networks(objective.wrap(spec.build(), num_classes, lambda network: network))
+    return {
+        shape: passes * sum(training_flops(net, shape) for net in networks) / (peak * ranks.size)
+        for shape in objective.setting.shapes
+    }

@@ -47,7 +47,7 @@ def first_loss(run: Run, images: int) -> tuple[float, float]:
 
     Returns the loss and the bytes of activations per image.
     """
-    config, data, student = run.config, run.config.data, run.student
+    config, data, trainable = run.config, run.config.data, run.student.trainable
     # The largest inputs of the run take the most memory.
     side = data.sides[-1]
     areas = {a: math.prod(bucket_shape(side, a, data.side_multiple)) for a in data.aspects}
@@ -60,18 +60,16 @@ def first_loss(run: Run, images: int) -> tuple[float, float]:
         aspects=(max(areas, key=areas.get),) if areas else (),
         maps_on_device=False,
     )
-    optim, trainable = (
-        with_options(config.optim, batch=images, microbatch=images),
-        student.trainable,
-    )
-    student.train()
+    optim = with_options(config.optim, batch=images, microbatch=images)
+    run.student.train()
     # Every rank computes the same images by itself, so no all-reduce is needed.
     with closing(open_loader(few, optim, config.run.seed, run.objective, "train")) as loader:
         compute = compile_step("never", trainable, config.model.drop_path_form)
         sections = few, config.augment
         step = Step(loader, trainable, run.objective, *sections, run.dtype, compute)
         (compute,) = step.losses(trainable, next(step.batches(0)))
-        with ActivationBytes(trainable) as activations:
+        activations = ActivationBytes(trainable)
+        with activations:
             loss = compute()
         loss.backward()
     return loss.item(), activations.bytes / images

@@ -1,7 +1,7 @@
 """Speed and memory of a run, and the peak rate of the device."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -11,11 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.shapes import Shape, split_grid
-from densefeed.system.devices import synchronize
 
-# Dense peak in 16 bits, operations per second, from the vendors' data sheets. For other devices the
-# rate of a matrix product is measured. The first key counts whose words are all in the device's
-# name: boards with PCIe have lower clocks than those with SXM.
+# Dense peak in 16 bits, operations per second, from the vendors' data sheets. The first key counts
+# whose words are all in the device's name: boards with PCIe have lower clocks than those with SXM.
 PEAKS = {
     "H200 NVL": 835e12,
     "H200": 989e12,
@@ -29,7 +27,6 @@ PEAKS = {
     "V100 PCIE": 112e12,
     "V100": 125e12,
 }
-SECONDS = 0.3  # duration of that measurement
 
 
 def training_flops(model: nn.Module, size: int | Shape) -> float:
@@ -57,40 +54,16 @@ def mean_flops_share(
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the peak rate of matrix products of `dtype`, operations per second; None on a CPU.
+    """Return the peak rate of matrix products of `dtype`, operations per second.
 
-    It is taken from the data sheet if the device is known, else measured.
+    None for a device without a data sheet in PEAKS, as a CPU, and in float32.
     """
     # A CPU's rate is not constant: other processes, the clock and the number of threads change it
     # within a run. Runs on a busy CPU showed an MFU of 125 %.
-    if device.type == "cpu":
+    if device.type != "cuda" or dtype == torch.float32:
         return None
-    if device.type == "cuda" and dtype != torch.float32:
-        words = set(torch.cuda.get_device_name(device).replace("-", " ").split())
-        if known := [peak for name, peak in PEAKS.items() if words.issuperset(name.split())]:
-            return known[0]
-    return matmul_rate(device, dtype)
-
-
-def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure the best rate of a square matrix product, operations per second."""
-    side = 8192 if device.type == "cuda" else 1024
-    one = torch.rand(side, side, device=device).to(dtype)
-    out = torch.empty_like(one)
-    return best_rate(lambda: torch.mm(one, one, out=out), 2 * side**3, device)
-
-
-def best_rate(work: Callable[[], object], amount: float, device: torch.device) -> float:
-    """Do `work` for SECONDS and return the best `amount` per second of a single call."""
-    best, until = 0.0, time.perf_counter() + SECONDS
-    while time.perf_counter() < until:
-        synchronize(device)
-        began = time.perf_counter()
-        work()
-        synchronize(device)
-        # The best call, because other work on the machine only slows calls down.
-        best = max(best, amount / (time.perf_counter() - began))
-    return best
+    words = set(torch.cuda.get_device_name(device).replace("-", " ").split())
+    return next((p for name, p in PEAKS.items() if words.issuperset(name.split())), None)
 
 
 class ActivationBytes(torch.autograd.graph.saved_tensors_hooks):
@@ -112,10 +85,6 @@ class ActivationBytes(torch.autograd.graph.saved_tensors_hooks):
             self.held.add(storage.data_ptr())
             self.bytes += storage.nbytes()
         return tensor
-
-    def __enter__(self) -> "ActivationBytes":
-        super().__enter__()
-        return self
 
 
 class RunClock:

@@ -21,7 +21,7 @@ from densefeed.tools.report import main as report
 from densefeed.training import dry_run
 from densefeed.training.build import build_model, flops_shares
 from densefeed.training.ranks import Ranks
-from densefeed.training.speed import ActivationBytes, matmul_rate, peak_flops, training_flops
+from densefeed.training.speed import ActivationBytes, peak_flops, training_flops
 
 from ..runs import SHARED_AGENT, meta_device, model_for, objective_for, records
 
@@ -65,7 +65,8 @@ def test_saved_bytes_match_count_by_hand():
     The latter is used for its own gradient and that of the second weight, and counts once.
     """
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    with ActivationBytes(model) as saved:
+    saved = ActivationBytes(model)
+    with saved:
         out = model(torch.randn(5, 4))
     assert saved.bytes == 4 * (5 * 4 + 5 * 8)
     out.sum().backward()
@@ -74,13 +75,13 @@ def test_saved_bytes_match_count_by_hand():
 
 def test_saved_bytes_exclude_weights_and_duplicates():
     model, x = nn.Linear(16, 16, bias=False), torch.randn(3, 16, requires_grad=True)
-    with ActivationBytes(model) as saved:
+    saved = ActivationBytes(model)
+    with saved:
         (model(x) + model(x.view(3, 16))).sum()
     assert saved.bytes == 4 * 3 * 16
 
 
-def test_peak_rate_is_known_or_measured(monkeypatch):
-    assert 1e8 < matmul_rate(CPU, torch.float32) < 1e14
+def test_peak_rate_is_that_of_the_data_sheet(monkeypatch):
     for name, peak in {
         "NVIDIA H200 141GB HBM3e": 989e12,
         "NVIDIA H200 NVL": 835e12,
@@ -90,9 +91,11 @@ def test_peak_rate_is_known_or_measured(monkeypatch):
         "NVIDIA L40S-48C": 362e12,
         "Tesla V100-PCIE-32GB": 112e12,
         "Tesla V100-SXM2-32GB": 125e12,
+        "NVIDIA GeForce RTX 4090": None,
     }.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
         assert peak_flops(torch.device("cuda"), torch.bfloat16) == peak
+        assert peak_flops(torch.device("cuda"), torch.float32) is None
     assert peak_flops(CPU, torch.float32) is None
     status = Path("/proc/self/status").read_text()
     peak = 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
@@ -146,18 +149,11 @@ def test_dry_run_writes_nothing_and_is_short(micro, tmp_path, capsys):
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (dict(model="resnet18"), "has no token head"),
-        (dict(size=36), "cannot be built"),
-        (dict(batch=4, microbatch=3), "cannot be divided into parts of 3 images"),
-        (dict(lr=0.0), "--lr is 0"),
-    ],
-)
-def test_dry_run_raises_the_errors_of_a_run(micro, tmp_path, fields, message):
-    with pytest.raises(UserError, match=message):
-        training.train(micro(tmp_path / "run", dry_run=True, **fields))
+def test_dry_run_raises_the_errors_of_a_run(micro, tmp_path):
+    with pytest.raises(UserError, match="has no token head"):
+        training.train(micro(tmp_path / "run", dry_run=True, model="resnet18"))
+    with pytest.raises(UserError, match="cannot be divided into parts of 3 images"):
+        training.train(micro(tmp_path / "run", dry_run=True, microbatch=3))
 
 
 def test_dry_run_error_if_memory_is_too_small(micro, tmp_path, monkeypatch):

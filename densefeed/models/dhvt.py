@@ -295,13 +295,12 @@ class DHVT(TokenTransformer):
         published: bool = False,
     ) -> None:
         whole_patches = pos_embed or embedding == "patch"
-        # The base class takes squares alone, and only a position table depends on them.
-        size = img_size if whole_patches or isinstance(img_size, int) else max(img_size)
-        super().__init__(size, patch_size, embed_dim, depth, num_heads, token_head, fused_head)
+        if not whole_patches:
+            # The base class takes squares alone, and only a position table depends on them.
+            side = img_size if isinstance(img_size, int) else max(img_size)
+            img_size = side // patch_size * patch_size
+        super().__init__(img_size, patch_size, embed_dim, depth, num_heads, token_head, fused_head)
         check_options(norms, embedding, feed_forward, aggregate)
-        side = self.grid_size * patch_size
-        if whole_patches and img_size not in (side, (side, side)):
-            raise ValueError(f"img_size {img_size} must be a multiple of patch_size {patch_size}")
         self.whole_patches, self.published = whole_patches, published
         if embedding == "sope":
             self.embedding = SOPE(patch_size, in_chans, embed_dim, affine, norms[0])

@@ -230,12 +230,8 @@ class LVViT(TokenTransformer):
         fused_head: bool = False,
     ) -> None:
         super().__init__(img_size, patch_size, embed_dim, depth, num_heads, token_head, fused_head)
-        side = self.grid_size * patch_size
-        if img_size not in (side, (side, side)) or (stem is None and patch_size % 2):
-            raise ValueError(
-                f"img_size {img_size} must be a multiple of patch_size {patch_size}, and "
-                "patch_size even with the published stem"
-            )
+        if stem is None and patch_size % 2:
+            raise ValueError(f"patch_size {patch_size} must be even with the published stem")
         last = patch_size // 2
         convs = ((7, 2), (3, 1), (3, 1), (last, last)) if stem is None else stem
         check_stem(convs, patch_size)

@@ -118,15 +118,10 @@ def find_excess(name: str, value: object) -> int:
 
 
 def numbers_in(value: object) -> list[int | float]:
-    """List the numbers of a plain value."""
-    return [n for n in flatten(value) if isinstance(n, int | float)]
-
-
-def flatten(value: object) -> list[object]:
-    """List the items of nested sequences; of another value that value."""
+    """List the numbers of a plain value, those of nested sequences too."""
     if isinstance(value, list | tuple):
-        return [item for part in value for item in flatten(part)]
-    return [value]
+        return [number for part in value for number in numbers_in(part)]
+    return [value] if isinstance(value, int | float) else []
 
 
 def build_on_meta(spec: ModelSpec) -> nn.Module:

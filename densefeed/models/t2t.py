@@ -154,9 +154,6 @@ class T2TViT(TokenTransformer):
         published: bool = False,
     ) -> None:
         super().__init__(img_size, 16, embed_dim, depth, num_heads, token_head, fused_head)
-        side = 16 * self.grid_size
-        if img_size not in (side, (side, side)):
-            raise ValueError(f"img_size {img_size} must be a multiple of 16")
         self.tokens_to_token = TokensToToken(in_chans, embed_dim, token_dim)
         self.register_buffer("pos_embed", sinusoids(1 + self.grid_size**2, embed_dim))
         self.blocks = nn.ModuleList(

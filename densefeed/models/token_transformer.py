@@ -142,8 +142,11 @@ class TokenTransformer(PrunableLayers, nn.Module):
         if fused_head and not token_head:
             raise ValueError("fused_head needs token_head")
         rows, columns = (img_size, img_size) if isinstance(img_size, int) else img_size
-        if rows != columns:
-            raise ValueError(f"img_size {rows} x {columns} must be square")
+        if rows != columns or rows % patch_size:
+            raise ValueError(
+                f"img_size {rows} x {columns} must be square, and a multiple of patch_size "
+                f"{patch_size}"
+            )
         if embed_dim % num_heads:
             raise ValueError(f"embed_dim {embed_dim} must be a multiple of num_heads {num_heads}")
         self.num_features = self.head_hidden_size = self.embed_dim = embed_dim

@@ -207,7 +207,7 @@ def test_timm_interface():
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (dict(img_size=70), "img_size 70 must be a multiple of 16"),
+        (dict(img_size=70), "img_size 70 x 70 must be square, and a multiple of patch_size 16"),
         (dict(num_heads=5), "multiple of num_heads"),
         (dict(fused_head=True), "fused_head needs token_head"),
     ],

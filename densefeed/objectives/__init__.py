@@ -4,7 +4,6 @@
 section `objective` of a run's options holds the options of all of them.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import cache
 from typing import Annotated, Any, TypeVar
@@ -67,11 +66,6 @@ def complete(section: Objectives) -> Any:
     return kind(**{name: getattr(section, name) for name in known})
 
 
-def active_methods(section: Objectives) -> Iterable[type[Method]]:
-    """Yield the methods that the section `objective` switches on."""
-    return (kind for kind in METHODS.values() if kind.is_on(kind.read_options(section)))
-
-
 def build_objective(setting: Setting) -> Objective:
     """Build and check the objective of a run. UserError where options contradict each other."""
     options = setting.options
@@ -79,7 +73,8 @@ def build_objective(setting: Setting) -> Objective:
         raise UserError(
             f"--objective {options.name} is unknown; choose one of {', '.join(OBJECTIVES)}"
         )
-    objective, wraps = OBJECTIVES[options.name](setting), list(active_methods(options))
+    objective = OBJECTIVES[options.name](setting)
+    wraps = [kind for kind in METHODS.values() if kind.is_on(kind.read_options(options))]
     if len(wraps) > 1:
         raise UserError(
             f"--{wraps[0].name} and --{wraps[1].name} cannot be combined: each trains a model with "

@@ -63,16 +63,7 @@ class JointModel(WrappedModel):
         self.shared = not hasattr(agent.blocks[0], "conv")
         if self.shared:
             agent.share_weights(vit)
-
-    @property
-    def networks(self) -> tuple[nn.Module, nn.Module]:
-        """The transformer and the agent."""
-        return self.vit, self.agent
-
-    @property
-    def evaluated(self) -> dict[str, nn.Module]:
-        """The agent."""
-        return {"agent": self.agent}
+        self.networks, self.evaluated = (vit, agent), {"agent": agent}
 
     @property
     def aliases(self) -> list[Tensor]:

@@ -375,11 +375,7 @@ class LocalizedModel(WrappedModel):
             )
         widths = [D for D, _, _ in maps[0]]
         self.localizer = LocalizationLoss(variant, widths, side, grids[0], published, hidden)
-
-    @property
-    def networks(self) -> tuple[nn.Module]:
-        """The model, without the heads."""
-        return (self.model,)
+        self.networks = (model,)
 
     @torch.no_grad()
     def _map_shapes(self, shape: int | Shape) -> list[tuple[int, int, int]]:

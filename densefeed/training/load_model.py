@@ -91,16 +91,10 @@ def open_trained(
             f"{path} names {len(names)} classes but its model has {model.num_classes}; "
             "train or copy it again"
         )
-    if not size and (facts.size or 0) > MAX_SIZE:
-        raise UserError(
-            f"{path} states inputs of {facts.size:,} px, above {MAX_SIZE:,}; give --size"
-        )
     stated, patch = facts.size or data["input_size"][-1], recipe.kwargs.get("patch_size")
-    if not size and isinstance(patch, int) and stated > MAX_PATCHES * patch:
-        raise UserError(
-            f"{path} states inputs of {stated:,} px in patches of {patch} px, above "
-            f"{MAX_PATCHES} x {MAX_PATCHES}; give --size"
-        )
+    largest = min(MAX_SIZE, MAX_PATCHES * patch) if isinstance(patch, int) else MAX_SIZE
+    if not size and stated > largest:
+        raise UserError(f"{path} states inputs of {stated:,} px, above {largest:,}; give --size")
     size = size or stated
     model, kwargs = at_size(model, recipe, size, path)
     return Trained(

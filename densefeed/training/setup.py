@@ -23,7 +23,7 @@ from densefeed.system.terminal import print
 from densefeed.training.build import autocast_dtype, build_model
 from densefeed.training.compile import can_capture
 from densefeed.training.config import Config, ModelOptions, OptimOptions, RunOptions, check_same_run
-from densefeed.training.optimizers import FUSED, is_fused
+from densefeed.training.optimizers import FUSED
 from densefeed.training.ranks import ALONE, Ranks
 from densefeed.training.run_checkpoints import Checkpoints
 from densefeed.training.student import Student, build_student
@@ -185,24 +185,24 @@ def build_trainable(
         narrow_residual(model, options.name, dtype)
     trainable = objective.wrap(model, model.num_classes, place)
     captured = can_capture(run.compile, ranks)
-    if captured and ranks.size > 1 and getattr(trainable, "aliases", ()):
-        raise UserError(
-            "--compile graph on several ranks does not average the gradients of shared weights; "
-            "give --compile whole"
-        )
-    if captured and optim.sam_rho:
-        raise UserError(
-            "--sam-rho needs one mask of drop-path for both passes, and --compile graph draws two; "
-            "give --compile whole"
-        )
+    if captured:
+        check_captured(optim, trainable, ranks)
     frozen = options.frozen_statistics
-    student = build_student(optim, model, trainable, ranks, dtype, captured, frozen)
-    if captured and not is_fused(student.optimizer):
-        raise UserError(
-            f"--compile graph holds no update by {optim.optimizer}, which waits for the "
-            f"device; give --compile whole, or --optimizer {' or '.join(FUSED)}"
-        )
-    return student
+    return build_student(optim, model, trainable, ranks, dtype, captured, frozen)
+
+
+def check_captured(optim: OptimOptions, trainable: nn.Module, ranks: Ranks) -> None:
+    """Raise UserError for an update that a CUDA graph cannot hold."""
+    if ranks.size > 1 and getattr(trainable, "aliases", ()):
+        why = "on several ranks does not average the gradients of shared weights"
+    elif optim.sam_rho:
+        why = "draws two masks of drop-path, and --sam-rho needs one for both passes"
+    elif optim.optimizer not in FUSED:
+        fused = " or ".join(FUSED)
+        why = f"holds no update by {optim.optimizer}, which waits for the device, only by {fused}"
+    else:
+        return
+    raise UserError(f"--compile graph {why}; give --compile whole")
 
 
 def recompute_activations(model: nn.Module, name: str) -> None:

@@ -154,5 +154,5 @@ def test_both_passes_drop_the_same_and_leave_no_trace(micro, tmp_path, one_threa
 def test_captured_updates_are_refused(micro, tmp_path, monkeypatch):
     monkeypatch.setattr(setup, "can_capture", lambda mode, _: mode == "graph")
     run = micro(tmp_path, compile="graph", sam_rho=0.1)
-    with pytest.raises(UserError, match=r"--sam-rho needs one mask .* give --compile whole"):
+    with pytest.raises(UserError, match=r"draws two masks of drop-path, .* give --compile whole"):
         student_for(run)

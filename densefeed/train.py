@@ -75,13 +75,14 @@ def train_loop(run: Run, signal_name: Callable[[], str]) -> dict:
     step = Step(run.loader, student.trainable, run.objective, *sections, run.dtype, compute)
     monitor = TrainMonitor(student, step, run.ranks, options.out, run.seen, run.skips)
     do_update = choose_update(options.compile, run.ranks, update)
+    opened = nullcontext(RunLog())
     if run.ranks.is_first:
         write_run_header(run)
+        resumed = done, run.steps, not run.evaluate_first
+        opened = open_log(options, config.to_dict(), *resumed)
     classes, passes = run.loader.num_classes, 2 if optim.sam_rho else 1
     shares = flops_shares(run.spec, run.objective, classes, passes, run.ranks, run.dtype)
     clock, vote = RunClock(done, run.spent), StopVote(run.ranks)
-    resumed = done, run.steps, not run.evaluate_first
-    opened = open_log(options, config.to_dict(), *resumed, run.ranks.is_first)
     with opened as log, explain_oom(optim.microbatch, str(options.out)):
         if run.evaluate_first:
             result = evaluate(run, step, log, done)
@@ -145,7 +146,7 @@ def log_interval(
     """Write a log line of the steps since the last one; waits for the device.
 
     `shares` are the operations of an image over those that all devices do in a second, for each
-    shape of the input; empty on a CPU.
+    shape of the input; empty where no peak rate is known.
     """
     mean = monitor.mean_loss_sync(step)
     steps, seconds, waited = clock.interval(step)

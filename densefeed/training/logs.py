@@ -59,21 +59,13 @@ class RunLog:
 
 @contextmanager
 def open_log(
-    options: RunOptions,
-    config: dict,
-    step: int,
-    steps: int,
-    evaluated: bool = True,
-    enabled: bool = True,
+    options: RunOptions, config: dict, step: int, steps: int, evaluated: bool = True
 ) -> Iterator[RunLog]:
     """Open the log of a run that is at `step` of `steps`.
 
     Records that a resumed run will write again are dropped: later steps and, unless `evaluated`,
     the evaluation at `step`. Raises UserError if Weights & Biases is asked for and not available.
     """
-    if not enabled:
-        yield RunLog()
-        return
     out, project = options.out, options.wandb
     with ExitStack() as stack:
         wandb_log = start_wandb(out, config, project, stack) if project else None

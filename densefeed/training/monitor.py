@@ -111,7 +111,7 @@ class TrainMonitor:
                 samples = ", ".join(map(str, compute.data[0].index[:8].tolist()))
                 cause = f"{found} is the first that is not, with samples {samples} ..."
         remedy = "lower --lr, or give --clip-grad 1 or --on-nonfinite skip"
-        if self._student.sam_rho and not cause:
+        if self._student.optim.sam_rho and not cause:
             # Only the weights themselves were tried, not those that SAM moved.
             remedy = f"lower --sam-rho; or {remedy}"
         return (

@@ -28,16 +28,8 @@ class Student(NamedTuple):
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler  # enabled for float16 only
     guard: NonFiniteGuard
-    clip_grad: float
-    sam_rho: float  # 0: no SAM
+    optim: OptimOptions
     frozen: bool  # trains in evaluation mode
-
-    @property
-    def extras(self) -> dict[str, nn.Module]:
-        """Modules that are trained beside the model, by their names in a checkpoint."""
-        if self.trainable is self.model:
-            return {}
-        return {n: part for n, part in self.trainable.named_children() if part is not self.model}
 
     @property
     def evaluated(self) -> dict[str, nn.Module]:
@@ -54,12 +46,15 @@ class Student(NamedTuple):
     @property
     def parts(self) -> dict[str, Any]:
         """Objects whose state a checkpoint holds, by name; `ema` is None in a run without EMA."""
-        return {
+        parts = {
             "model": self.model,
             "ema": self.ema.module if self.ema else None,
             "optimizer": self.optimizer,
             "scaler": self.scaler,
-        } | self.extras
+        }
+        # What is trained beside the model.
+        beside = () if self.trainable is self.model else self.trainable.named_children()
+        return parts | {name: part for name, part in beside if part is not self.model}
 
     def train(self) -> None:
         """Put what is trained into the mode in which it is trained."""
@@ -127,8 +122,7 @@ def build_student(
         ),
         scaler=torch.amp.GradScaler(ranks.device.type, enabled=dtype == torch.float16),
         guard=NonFiniteGuard(ranks.device, optim.on_nonfinite == "skip"),
-        clip_grad=optim.clip_grad,
-        sam_rho=optim.sam_rho,
+        optim=optim,
         frozen=frozen,
     )
 
@@ -154,8 +148,8 @@ def descend(
     """Do the part of `update` that a CUDA graph can hold: all but the EMA."""
     before = copy_statistics(student)
     mean = backward(student, ranks, losses)
-    if student.sam_rho:
-        with worst_weights(student.trainable, student.sam_rho):
+    if student.optim.sam_rho:
+        with worst_weights(student.trainable, student.optim.sam_rho):
             worst = backward(student, ranks, losses)
         # The mean is that of the weights themselves, unless the guard must see the other.
         mean = torch.where(worst.isfinite(), mean, worst)
@@ -206,10 +200,8 @@ def apply_gradients(
     # The maximum norm is that of unscaled gradients. Without float16 this does nothing.
     scaler.unscale_(optimizer)
     norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
-    if student.clip_grad:
-        torch.nn.utils.clip_grads_with_norm_(
-            trainable.parameters(), student.clip_grad, norm, foreach=True
-        )
+    if clip := student.optim.clip_grad:
+        torch.nn.utils.clip_grads_with_norm_(trainable.parameters(), clip, norm, foreach=True)
     if scaler.is_enabled():
         scaler.step(optimizer)
         scaler.update()

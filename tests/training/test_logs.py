@@ -1,13 +1,11 @@
 """Logs: truncation on resume, valid JSON, and one Weights & Biases run per run folder."""
 
-import builtins
 import json
 import math
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from densefeed.system.errors import UserError
 from densefeed.training.config import RunOptions
 from densefeed.training.logs import describe_result, open_log, truncate_metrics
 
@@ -99,30 +97,6 @@ def test_any_damage_of_a_line_is_a_warning(tmp_path, capsys, line):
 def test_json_has_no_nan(tmp_path):
     write_log(tmp_path, ("train", 1, {"loss": math.nan, "grad_norm": math.inf, "lr": 0.5}))
     assert read_records(tmp_path) == [{"kind": "train", "step": 1, "epoch": 0.25, "lr": 0.5}]
-
-
-def test_only_rank_0_logs(tmp_path):
-    with open_log(RunOptions(out=tmp_path), {}, 0, 1, enabled=False) as log:
-        log.write("train", 1, 1.0, {"loss": 1.0})
-        log.advance(1)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_error_if_wandb_is_not_installed(tmp_path, monkeypatch):
-    importing = builtins.__import__
-
-    def without(name, *rest):
-        if name == "wandb":
-            raise ImportError(name)
-        return importing(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(
-        UserError,
-        match=r"^--wandb needs the package wandb; `pip install wandb`, or remove the option$",
-    ):
-        write_log(tmp_path, project="densefeed")
-    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_wandb_keeps_one_run_id_on_resume(tmp_path, monkeypatch, command):

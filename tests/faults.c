@@ -1,8 +1,8 @@
 /* Preloaded into a process, this library counts the calls that change files below one folder, and
  * makes one of them fail.
  *
- * `fault_arm` names the folder, the number of the call and the fault. What was counted lies in
- * memory that is shared with forked processes, so the parent of one that died can read it. */
+ * The file FAULT_STATE holds the folder, the number of the call and the fault, and what was counted.
+ * It is mapped, so faults.py changes it while the process runs, and reads it when that has died. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -19,25 +19,20 @@
 
 enum { SHORT = -1, CALLS = 1 << 14, LONGEST = 1024 };
 
-/* The number of calls so far, and each of them. */
+/* The number of calls so far, and each of them; State of faults.py has the same layout. */
 static struct {
-    long count, at;
-    int fault;
+    long count, at, fault;
     char folder[PATH_MAX], calls[CALLS][LONGEST];
 } *state;
 
 __attribute__((constructor)) static void begin(void) {
-    void *page = mmap(NULL, sizeof *state, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    FILE *file = fopen(getenv("FAULT_STATE"), "r+");
+    if (!file) abort();
+    void *page = mmap(NULL, sizeof *state, PROT_READ | PROT_WRITE, MAP_SHARED, fileno(file), 0);
     if (page == MAP_FAILED) abort();
+    fclose(file);
     state = page;
 }
-
-void fault_arm(const char *folder, long at, int fault) {
-    state->count = 0, state->at = at, state->fault = fault;
-    snprintf(state->folder, sizeof state->folder, "%s", folder);
-}
-long fault_count(void) { return state->count; }
-const char *fault_call(long number) { return state->calls[number % CALLS]; }
 
 static int below(const char *path) {
     size_t length = strlen(state->folder);

@@ -2,11 +2,11 @@
 
 `densefeed train ...` spends about 4 s of processor time on imports (PyTorch, timm and their
 dependencies) before its own first line. The server is this file run as a script. It imports those
-libraries, but no module of DenseFeed, and waits. For each command it forks a process that becomes
-what `python WORDS` would be. Exit codes, tracebacks (with two extra frames of this file), joining
-of threads and atexit handlers are those of the interpreter. After them the process exits
-immediately, without freeing its objects one by one, which takes 0.9 s; `teardown` requests that
-too.
+libraries and DenseFeed, but none of its commands, and waits. For each command it forks a process
+that becomes what `python WORDS` would be. Exit codes, tracebacks (with two extra frames of this
+file), joining of threads and atexit handlers are those of the interpreter. After them the process
+exits immediately, without freeing its objects one by one, which takes 0.9 s; `teardown` requests
+that too.
 
 Differences from a fresh interpreter: the libraries are in sys.modules even if the command does not
 import them, /proc/PID/cmdline is that of the server, and all children of a server share one seed of
@@ -23,18 +23,19 @@ import json
 import os
 import resource
 import runpy
-import selectors
+import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import types
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FIRST = (
+LIBRARIES = (
     "numpy",
     "h5py",
     "PIL.Image",
@@ -47,8 +48,6 @@ FIRST = (
     "torch",
     "safetensors.torch",
     "torch.distributed",
-)
-THEN = (
     "torchvision.ops",
     "torchvision.transforms.v2",
     "torchvision.datasets",
@@ -58,6 +57,7 @@ THEN = (
     "timm.utils",
     "torch.utils.tensorboard",
     "torch.utils.flop_counter",
+    "densefeed",
 )
 # Read when Python, the C library, OpenMP, PyTorch or Triton starts: too late in a forked process.
 READ_AT_START = (
@@ -155,25 +155,19 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Wait for the exit and return all output.
+        """Wait for the exit and return all output. Kills the process after `timeout` seconds.
 
         Each stream has its own reader, because a full pipe would block the process.
         """
-        output = {}
-        readers = [
-            threading.Thread(
-                target=lambda name=name: output.update({name: getattr(self, name).read()}),
-                daemon=True,
-            )
-            for name in ("stdout", "stderr")
-        ]
-        for reader in readers:
-            reader.start()
-        self.wait(timeout)
-        for reader in readers:
-            reader.join()
+        with ThreadPoolExecutor(2) as readers:
+            output = [readers.submit(stream.read) for stream in (self.stdout, self.stderr)]
+            try:
+                self.wait(timeout)
+            except BaseException:
+                self.kill()
+                raise
         self.close()
-        return output["stdout"], output["stderr"]
+        return output[0].result(), output[1].result()
 
     def close(self) -> None:
         for end in (self.stdout, self.stderr, self._connection):
@@ -192,18 +186,21 @@ class Forked:
 class Preloaded:
     """The command server, which is started by the first command.
 
-    Without `libraries` it imports none, and starts 5 s earlier.
+    It imports `modules` and runs with `environment` added to the variables of this process.
     """
 
-    def __init__(self, libraries: bool = True) -> None:
-        self._server, self._libraries = None, libraries
+    def __init__(
+        self, modules: Iterable[str] = LIBRARIES, environment: dict[str, str] | None = None
+    ) -> None:
+        self._server, self._modules, self._own = None, modules, environment or {}
 
     def _start_server(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._address, self._relay = (
             os.path.join(self._folder.name, name) for name in ("socket", "python")
         )
-        self._environment = start_variables(os.environ)
+        environment = os.environ | self._own
+        self._environment = start_variables(environment)
         arguments = f"{self._address!r}, {sys.executable!r}, {self._environment!r}"
         relay = (
             f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); "
@@ -218,7 +215,8 @@ class Preloaded:
             listener.bind(self._address)
             listener.listen(64)
             self._server = subprocess.Popen(
-                [sys.executable, __file__, str(listener.fileno()), str(int(self._libraries))],
+                [sys.executable, __file__, str(listener.fileno()), *self._modules],
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -255,7 +253,8 @@ class Preloaded:
                 is then the path of a relay to the server.
             teardown: run the complete finalization of the interpreter.
         """
-        words, environment = list(map(str, words)), {**os.environ, **(environment or {})}
+        words = list(map(str, words))
+        environment = os.environ | self._own | (environment or {})
         if self._server is None:
             self._start_server()
         if fresh or needs_interpreter(words, environment, self._environment):
@@ -333,56 +332,34 @@ def relay(address: str, interpreter: str, environment: dict[str, str]) -> None:
 
 
 def serve(listener: socket.socket, life: socket.socket) -> dict:
-    """Fork a process for each request. Returns only in that process, with the request."""
-    waiting = selectors.DefaultSelector()
-    for source in (listener, life):
-        waiting.register(source, selectors.EVENT_READ)
-    # Descriptor of a process: its id, and the connection that receives its exit status.
-    running = {}
-    while True:
-        # One event at a time: handling it may invalidate the others in the list.
-        event = waiting.select()[0][0]
-        if event.fileobj is life:  # the tests have finished
-            for process, _ in running.values():
-                os.kill(process, signal.SIGKILL)
-            os._exit(0)
-        elif event.fileobj is listener:
-            waiting.register(listener.accept()[0], selectors.EVENT_READ, "new")
-        elif event.data == "new":
-            connection = event.fileobj
-            waiting.unregister(connection)
-            content, streams, *_ = socket.recv_fds(connection, 2**20, 3)
-            if not content:
-                connection.close()
-                continue
-            process = os.fork()
-            if not process:
-                for key in list(waiting.get_map().values()):
-                    os.close(key.fd) if key.fileobj == key.fd else key.fileobj.close()
-                for _, other in running.values():
-                    other.close()
-                waiting.close()
-                connection.close()
-                return json.loads(content) | {"streams": streams}
-            for stream in streams:
-                os.close(stream)
-            running[descriptor := os.pidfd_open(process)] = process, connection
-            waiting.register(descriptor, selectors.EVENT_READ)
-            waiting.register(connection, selectors.EVENT_READ, process)
-            with contextlib.suppress(BrokenPipeError):
-                connection.send(process.to_bytes(4))
-        elif event.data is not None:  # the client dropped the connection
-            os.kill(event.data, signal.SIGKILL)
-            waiting.unregister(event.fileobj)
-        else:
-            process, connection = running.pop(event.fd)
-            waiting.unregister(event.fd)
-            os.close(event.fd)
-            with contextlib.suppress(KeyError):
-                waiting.unregister(connection)
-            with contextlib.suppress(BrokenPipeError):
-                connection.send(os.waitpid(process, 0)[1].to_bytes(4))
+    """Fork a process for each connection, which forks the command and reports its exit.
+
+    Returns only in the process of a command, with its request.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes that report
+    while life not in select.select([listener, life], [], [])[0]:
+        connection, _ = listener.accept()
+        if os.fork():
             connection.close()
+            continue
+        listener.close()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        content, streams, *_ = socket.recv_fds(connection, 2**20, 3)
+        process = os.fork()
+        if not process:
+            connection.close()
+            return json.loads(content) | {"streams": streams}
+        for stream in streams:
+            os.close(stream)
+        connection.send(process.to_bytes(4))
+        end = os.pidfd_open(process)
+        # The client dropped the connection, or the tests have finished.
+        if end not in select.select([end, connection, life], [], [])[0]:
+            os.kill(process, signal.SIGKILL)
+        with contextlib.suppress(BrokenPipeError):
+            connection.send(os.waitpid(process, 0)[1].to_bytes(4))
+        break
+    os._exit(0)
 
 
 def search_path(environment: dict[str, str]) -> list[str]:
@@ -447,16 +424,12 @@ def exit_early(requested: dict) -> None:
             os._exit(requested["status"])
 
 
-def preload(libraries: bool) -> None:
-    for library in FIRST if libraries else ("numpy",):
-        importlib.import_module(library)
-    # Exclude the present objects from garbage collection, which would copy their memory pages. The
-    # later imports are not excluded: torchvision imports Triton, which prints at finalization that
-    # its objects were not freed.
+def preload(modules: list[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)
+    # Exclude the present objects from garbage collection, which would copy their memory pages.
     gc.collect()
     gc.freeze()
-    for library in THEN if libraries else ():
-        importlib.import_module(library)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C stops the tests, which stop the server
 
 
@@ -464,7 +437,7 @@ if __name__ == "__main__":
     requested = {}
     atexit.register(exit_early, requested)  # registered first, so it runs last
     with socket.socket(fileno=int(sys.argv[1])) as listener, listener.accept()[0] as life:
-        preload(sys.argv[2] == "1")
+        preload(sys.argv[2:])
         life.send(b"+")
         request = serve(listener, life)
     teardown, status = request.pop("teardown"), 1
@@ -481,5 +454,7 @@ if __name__ == "__main__":
         teardown = True
         raise
     finally:
-        if not teardown:
+        if teardown:
+            gc.unfreeze()  # Triton prints at finalization which of its objects were not freed
+        else:
             requested["status"] = status

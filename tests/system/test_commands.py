@@ -1,6 +1,7 @@
 """The command `densefeed`: its list without PyTorch, its subcommands, and words that are none."""
 
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import densefeed
 from densefeed.system import commands
 from densefeed.system.commands import COMMANDS
 
@@ -38,18 +40,15 @@ def test_the_list_needs_no_pytorch(words, start, tmp_path):
     assert dict(found)["train"] == "Train a vision transformer from dense teacher score maps."
 
 
-def test_a_program_of_this_name_imports_the_package(tmp_path):
+@pytest.mark.parametrize(
+    ("words", "whole"),
+    [("densefeed", False), ("densefeed train", True), ("run.py densefeed", True), ("run.py", True)],
+)
+def test_a_program_of_this_name_imports_the_package(words, whole, monkeypatch):
     """With words of its own, or where `densefeed` is only its argument."""
-    code = "import timm, densefeed; assert timm.is_model('lvvit_s'); print(densefeed.open_loader)"
-    for name, words in (("densefeed", ["train"]), ("run.py", ["densefeed"]), ("run.py", [])):
-        (tmp_path / name).write_text(code)
-        done = subprocess.run(
-            [sys.executable, tmp_path / name, *words],
-            env={"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-        )
-        assert done.stdout.startswith("<function open_loader"), done.stderr
+    monkeypatch.setattr(sys, "argv", words.split())
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, *words.split()])
+    assert ("open_loader" in runpy.run_path(densefeed.__file__)) == whole
 
 
 def test_every_command_has_its_function_and_the_wheel_has_one_script():

@@ -4,8 +4,10 @@ import errno
 import fcntl
 import gc
 import io
+import json
 import os
 import signal
+from collections.abc import Callable
 from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -138,6 +140,39 @@ def command():
     """
     with closing(Preloaded()) as preloaded:
         yield preloaded
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory) -> Path:
+    """A folder that all workers of pytest-xdist share; their own are beside each other."""
+    root = tmp_path_factory.getbasetemp()
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def run_once(shared) -> Callable[[str, Callable[[], object]], object]:
+    """`run_once(name, make)` returns the result of `make`, which one worker alone computes.
+
+    Results are JSON. If it fails, every test that wants it fails with the same text.
+    """
+
+    def run(name: str, make: Callable[[], object]) -> object:
+        path = shared / f"{name}.json"
+        with (shared / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                try:
+                    found = {"result": make()}
+                except Exception as error:
+                    found = {"error": str(error)}
+                path.write_text(json.dumps(found))
+        found = json.loads(path.read_text())
+        assert "error" not in found, found["error"]
+        return found["result"]
+
+    return run
 
 
 @pytest.fixture(scope="session")
@@ -360,7 +395,7 @@ def train_to_locate(size: int, side: int) -> list[CellNet]:
 
 
 @pytest.fixture(scope="session")
-def located(tmp_path_factory):
+def located(shared, run_once):
     """Inputs of an audit: 320 digit scenes of 48 pixels and models that locate digits.
 
     `teachers(0)` and `teachers(1)` are two networks of different width, seed and training, as
@@ -368,17 +403,13 @@ def located(tmp_path_factory):
     """
     from densefeed.relabel.teacher import Teacher
 
-    size, side, base = 48, 6, tmp_path_factory.getbasetemp()
-    # All workers of pytest-xdist share the scenes and the networks, which one of them makes.
-    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "located"
-    networks = root / "networks.pt"
-    root.mkdir(exist_ok=True)
-    with (root / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not networks.exists():
-            make_scenes(root / "scenes", size)
-            torch.save(train_to_locate(size, side), root / "networks.part")
-            (root / "networks.part").rename(networks)
+    size, side, scenes, networks = 48, 6, shared / "scenes", shared / "networks.pt"
+
+    def make() -> None:
+        make_scenes(scenes, size)
+        torch.save(train_to_locate(size, side), networks)
+
+    run_once("located", make)
     config = {"mean": (0.4, 0.4, 0.4), "std": (0.25, 0.25, 0.25), "interpolation": "bilinear"}
 
     def references(net: torch.nn.Module):
@@ -392,7 +423,7 @@ def located(tmp_path_factory):
             return references(CellNet(24, classes))
 
     both = [references(net) for net in torch.load(networks, weights_only=False)]
-    return SimpleNamespace(scenes=root / "scenes", teachers=both.__getitem__, untrained=untrained)
+    return SimpleNamespace(scenes=scenes, teachers=both.__getitem__, untrained=untrained)
 
 
 @pytest.fixture(params=["ENOLCK", "ENOTSUP", "ENOSYS"])

@@ -10,12 +10,6 @@ import pytest
 from densefeed.system import collector
 
 
-def run_python(script: str) -> str:
-    """Run `script` in a new interpreter; return what it prints."""
-    command = [sys.executable, "-c", script]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_pause_ends_as_it_began(enabled):
     before = gc.isenabled()
@@ -29,8 +23,11 @@ def test_a_pause_ends_as_it_began(enabled):
         gc.enable() if before else gc.disable()
 
 
-def test_the_package_is_imported_without_collections():
-    """None from the first module of PyTorch on to the last of the package."""
+def test_only_what_a_command_made_is_collected():
+    """No collection from the first module of PyTorch on to the last of the package.
+
+    What was imported is frozen, and a cycle that the command made is finalized when it exits.
+    """
     script = """
 import gc, sys
 counts = {False: 0, True: 0}
@@ -40,14 +37,7 @@ gc.callbacks.append(count)
 import densefeed
 gc.collect()
 print(counts[True], counts[False] > 0, gc.isenabled())
-"""
-    assert run_python(script) == "0 True True\n"
-
-
-def test_commands_collect_only_what_they_made():
-    """What was imported is frozen, and a cycle that the command made is finalized when it exits."""
-    script = """
-import gc
+gc.callbacks.remove(count)
 from densefeed.system import errors
 class Left:
     def __del__(self): print("finalized", flush=True)
@@ -61,4 +51,6 @@ errors.run(lambda: None)
 gc.collect()
 print("exits", flush=True)
 """
-    assert run_python(script) == "True\nfinalized\nexits\n"
+    command = [sys.executable, "-c", script]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert printed == "0 True True\nTrue\nfinalized\nexits\n"

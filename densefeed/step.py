@@ -9,7 +9,7 @@ from timm.utils import unwrap_model
 from torch import Tensor, nn
 
 from densefeed.objectives.base import Objective, StepContext, get_networks, step_loss
-from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches, load_crops
+from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches
 from densefeed.pipelines.augment.settings import Augment
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.loader import ThreadedLoader
@@ -108,7 +108,7 @@ class Step:
         which waits for the device; UserError for maps that no step can use.
         """
         augmentation = self.augmentation.to(self._device)
-        batches = through(load_crops(self.loader, augmentation, epoch, start))
+        batches = through(self.loader.batches(epoch, start, augmentation.whole))
         for batch in augment_batches(batches, augmentation, self._device):
             yield self._complete(batch)
 

@@ -30,7 +30,7 @@ from densefeed.objectives.base import DenseObjective
 from densefeed.pages.templates import TEMPLATES, picture
 from densefeed.pages.tokens import label_tokens, make_cells
 from densefeed.pages.true_objects import Truth, boxes_in_crop, make_objects, read_objects
-from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches, load_crops
+from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.shapes import describe_shape
@@ -295,7 +295,7 @@ def make_contact_sheet(
     `objects` are the true boxes if there are `truths`. Labels are as in the run, but without label
     smoothing, which changes all of them alike.
     """
-    crops = islice(load_crops(loader, augmentation, 0), 1)
+    crops = islice(loader.batches(0, prepare=augmentation.whole), 1)
     (batch,) = augment_batches(crops, augmentation, torch.device("cpu"))
     # Back from normalized values to pixels, for a picture.
     batch = batch._replace(image=augmentation.normalize.pixels(batch.image))

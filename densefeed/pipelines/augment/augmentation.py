@@ -33,7 +33,6 @@ from densefeed.pipelines.augment.groups import apply_group, apply_rows
 from densefeed.pipelines.augment.settings import Augment
 from densefeed.pipelines.augment.warp import warp_images
 from densefeed.pipelines.batch import Batch, to_device
-from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.philox import philox
 from densefeed.pipelines.plan import NOISE, EpochPlan
 
@@ -86,7 +85,7 @@ class Augmentation(torch.nn.Module):
 
     Attributes:
         whole: what augments whole images before they are cropped, with `augment_before_crop`; None
-            otherwise. `load_crops` gives it to the loader.
+            otherwise. The loader gets it as `prepare`.
     """
 
     def __init__(
@@ -180,13 +179,6 @@ def compose_views(batch: Batch, choice: AugmentPlan) -> Tensor:
     composed = (view[:, :, :2, None] * matrix[:, None]).sum(2)
     composed[:, :, 2] += view[:, :, 2]
     return batch.view.index_copy(0, choice.warp_row, composed)
-
-
-def load_crops(
-    loader: ThreadedLoader, augmentation: Augmentation, epoch: int, start: int = 0
-) -> Iterator[Batch]:
-    """Yield the batches of an epoch, of augmented whole images where `augmentation` has them."""
-    return loader.batches(epoch, start, augmentation.whole)
 
 
 def augment_batches(

@@ -14,7 +14,7 @@ from PIL import Image, ImageEnhance, ImageOps
 from scipy import ndimage
 from torchvision.ops import roi_align
 
-from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches, load_crops
+from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches
 from densefeed.pipelines.augment.before_crop import warp_maps
 from densefeed.pipelines.augment.choices import Step
 from densefeed.pipelines.augment.settings import GEOMETRIC, Augment
@@ -223,7 +223,7 @@ def test_200_samples_equal_the_published_pipeline(photos, store):
     numbers, seen, off = [8 * layer + n for layer in (0, 1) for n in range(6)], set(), []
     with closing(loader):
         for epoch in range(4):
-            crops = load_crops(loader, augmentation, epoch)
+            crops = loader.batches(epoch, prepare=augmentation.whole)
             for batch in augment_batches(crops, augmentation, torch.device("cpu")):
                 ids, wanted = batch.index.numpy(), []
                 crop_uN = loader.plan.draws(epoch, ids, CROP, range(24))
@@ -293,7 +293,7 @@ def test_views_follow_whole_images(monkeypatch, tmp_path):
     filled = 0
     with closing(loader):
         for epoch in range(4):
-            for batch in load_crops(loader, augmentation, epoch):
+            for batch in loader.batches(epoch, prepare=augmentation.whole):
                 assert not batch.axis_aligned
                 assert (batch.shown == torch.tensor([0.0, 0.0, 1.0, 1.0])).all()
                 for view, pixels in zip(batch.view.numpy(), batch.image.numpy(), strict=True):
@@ -313,7 +313,7 @@ def test_views_follow_whole_images(monkeypatch, tmp_path):
 def epoch_of(source, start=0, batch=10, **fields):
     loader, augmentation = opened(source, batch=batch, **fields)
     with closing(loader):
-        return list(load_crops(loader, augmentation, 1, start))
+        return list(loader.batches(1, start, augmentation.whole))
 
 
 def assert_equal(one, other):
@@ -342,7 +342,7 @@ def test_without_operations_crops_are_those_of_the_plan(folder, maps, monkeypatc
     flips = 0
     with closing(loader):
         plain = loader.batches(0)
-        for one, other in zip(load_crops(loader, augmentation, 0), plain, strict=True):
+        for one, other in zip(loader.batches(0, prepare=augmentation.whole), plain, strict=True):
             view, there = one.view.numpy(), other.view.numpy()
             flipped = there[:, 0, 0] < 0
             np.testing.assert_array_equal(view[:, 0, 0] < 0, flipped)
@@ -368,18 +368,20 @@ def test_a_damaged_image_is_named_or_skipped(photos, tmp_path):
     source = FolderSource(root, "train")
     loader, augmentation = opened(source)
     with closing(ThreadedLoader(source, loader.plan, 2, "skip")) as loader:
-        weight = torch.cat([batch.weight for batch in load_crops(loader, augmentation, 0)])
+        weight = torch.cat(
+            [batch.weight for batch in loader.batches(0, prepare=augmentation.whole)]
+        )
         assert (weight.sum(), loader.skipped) == (49, 1)
 
 
 def test_a_loader_that_is_left_or_closed_ends_its_threads(photos):
     loader, augmentation = opened(FolderSource(photos, "train"), batch=5)
     before = threading.active_count()
-    crops = load_crops(loader, augmentation, 0)
+    crops = loader.batches(0, prepare=augmentation.whole)
     next(crops)
     assert threading.active_count() > before
     crops.close()
-    crops = load_crops(loader, augmentation, 0)
+    crops = loader.batches(0, prepare=augmentation.whole)
     next(crops)
     loader.close()
     assert threading.active_count() <= before

@@ -3,7 +3,6 @@
     python -m tests.pretended.steps lvvit_s_224_token_label
     python -m tests.pretended.steps lvvit_s_224_token_label --compile graph
     python -m tests.pretended.steps deit_s_224_token_label mixtoken=False --kernels 20 --where
-    python -m tests.pretended.steps lvvit_s_224_token_label --profile 30
 
 The step runs on the pretended CUDA runtime (runtime.cpp), so numbers of launches, copies and waits
 are exact, and kernels take no time. Convolutions count as one launch. Times are of the processor,
@@ -13,11 +12,9 @@ all threads together; what the real CUDA driver takes for a launch, a few micros
 
 import argparse
 import ast
-import cProfile
 import gc
 import hashlib
 import os
-import pstats
 import sys
 import tempfile
 import time
@@ -168,17 +165,6 @@ def measure(steps: Steps, rounds: int) -> dict[str, list[float]]:
     return {name: sorted(times) for name, times in found.items()}
 
 
-def profile(steps: Steps, rounds: int, functions: int) -> None:
-    """Print the functions in which the host spends most time, which the profiler lengthens."""
-    profiler = cProfile.Profile()
-    with profiler:
-        for _ in range(rounds):
-            steps.next_batch()
-            steps.train()
-    print(f"\nProfile of {rounds} steps:")
-    pstats.Stats(profiler).sort_stats("tottime").print_stats(functions)
-
-
 def show(name: str, seen: Any, times: list[float], kernels: int, where: bool) -> None:
     """Print the counts of a half of a step."""
     from .counting import COPIES, PREPARATIONS, WAITS, demangle
@@ -227,9 +213,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="steps that are timed")
     parser.add_argument("--kernels", type=int, default=0, help="number of kernels to print")
     parser.add_argument("--where", action="store_true", help="print who copies, waits, allocates")
-    parser.add_argument(
-        "--profile", type=int, default=0, help="number of Python functions to print"
-    )
     given = parser.parse_args()
     if "PRETENDED_RUNTIME" not in os.environ:
         sys.exit(restart())
@@ -239,8 +222,6 @@ def main() -> None:
     times = measure(steps, given.rounds) if given.rounds else {}
     for name in steps.halves:
         show(name, found[name], times.get(name, []), given.kernels, given.where)
-    if given.profile:
-        profile(steps, given.rounds, given.profile)
 
 
 def restart() -> int:

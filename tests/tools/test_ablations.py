@@ -9,34 +9,29 @@ from pathlib import Path
 import pytest
 import torch
 
-import densefeed.train as run
-from densefeed.recipes import RECIPES
 from densefeed.system.errors import UserError
 from densefeed.system.options import leaves
 from densefeed.tools.ablations import RUNS, TABLES, Ablations
 from densefeed.tools.quickstart import Quickstart
+from densefeed.training.config import Config
 
-from ..documents import table_rows
+from ..documents import parse, table_rows
 from ..runs import meta_device, model_for, objective_for
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def configs():
+def configs(run_once):
     """The config of every row, as train.py parses its command line."""
-    configs = {}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, words in RUNS.items():
-            patch.setattr(
-                "sys.argv",
-                ["train.py", words[0], "--data", "a", "--val", "b", "--out", "c", *words[1:]],
-            )
-            patch.setattr(run, "train", lambda config, name=name: configs.setdefault(name, config))
-            # Every call makes all recipes that the command line has.
-            patch.setattr(run, "RECIPES", {words[0]: RECIPES[words[0]]})
-            run.main()
-    return configs
+
+    def parse_rows() -> dict[str, dict]:
+        with pytest.MonkeyPatch.context() as patch:
+            rows = {name: shlex.join(["densefeed", "train", *w]) for name, w in RUNS.items()}
+            return {name: parse(command, patch).to_dict() for name, command in rows.items()}
+
+    rows = run_once("ablations", parse_rows)
+    return {name: Config.from_dict(fields) for name, fields in rows.items()}
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from densefeed.system.files import open_regular
+from densefeed.system.files import SizedReader, open_regular
 from densefeed.system.object_ranges import (
     FetchedFile,
     RangeReader,
@@ -38,14 +38,39 @@ class ShardFile(NamedTuple):
         return file
 
     def open_range(self, offset: int, size: int) -> io.BufferedReader:
-        """Return these bytes as a file, which are read at once. Reads raise what `open` raises."""
-        return FetchedFile(partial(self._read, offset, size), size).buffered()
-
-    def _read(self, offset: int, size: int) -> bytes | memoryview:
+        """Open these bytes as a file. Raises what `open` raises."""
         if isinstance(self.path, ObjectURL):
-            return read_range(RemoteFile(self.path, *self.state), offset, offset + size)
-        with self.open() as file:
-            return os.pread(file.fileno(), size, offset)
+            file = RemoteFile(self.path, *self.state)
+            return FetchedFile(partial(read_range, file, offset, offset + size), size).buffered()
+        return io.BufferedReader(Range(self.open(), offset, size))
+
+
+class Range(SizedReader):
+    """A range of bytes of an open file, as a file of its own. Closing it closes the file."""
+
+    def __init__(self, file: BinaryIO, offset: int, size: int) -> None:
+        super().__init__(size)
+        self._file, self._offset = file, offset
+
+    def readall(self) -> bytes:
+        # One system call, where the method of the base class makes several.
+        content = os.pread(self._file.fileno(), max(0, self.size - self.at), self._place)
+        self.at += len(content)
+        return content
+
+    def readinto(self, buffer: memoryview) -> int:
+        room = min(len(buffer), max(0, self.size - self.at))
+        count = os.preadv(self._file.fileno(), [memoryview(buffer)[:room]], self._place)
+        self.at += count
+        return count
+
+    @property
+    def _place(self) -> int:
+        return self._offset + self.at
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def open_shard(path: Path | ObjectURL) -> BinaryIO:

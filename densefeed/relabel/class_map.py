@@ -14,7 +14,7 @@ from torch import Tensor
 from densefeed.storage.dataset_names import MOST_CLASSES
 from densefeed.system.errors import UserError
 from densefeed.system.files import read_lines
-from densefeed.system.json_files import read_json
+from densefeed.system.json_files import make_unique, read_json
 
 # Bytes of a JSON file: 512 for each of the most classes that a dataset has.
 MOST_BYTES = 512 * MOST_CLASSES
@@ -111,7 +111,8 @@ def _parse_number(text: str, num_teacher: int) -> int:
 
 def _read_csv(path: Path) -> Iterator[tuple[str, str, str | None]]:
     """Yield where it stands, a class of the teacher, and a class of the data or None."""
-    for place, (number, line) in enumerate(read_lines(path)):
+    first = True
+    for number, line in read_lines(path):
         where = f"{path}, line {number}"
         try:
             # Strict: a quote must be closed in its line.
@@ -119,8 +120,10 @@ def _read_csv(path: Path) -> Iterator[tuple[str, str, str | None]]:
         except csv.Error as error:
             raise UserError(f"{where} is no CSV ({error}); correct it") from None
         cells = [cell.strip() for cell in row]
-        is_title = place == 0 and [cell.lower() for cell in cells] == ["teacher", "data"]
-        if is_title or not any(cells):
+        if not any(cells):
+            continue
+        is_title, first = first and [cell.lower() for cell in cells] == ["teacher", "data"], False
+        if is_title:
             continue
         if len(cells) != 2:
             raise UserError(
@@ -132,7 +135,8 @@ def _read_csv(path: Path) -> Iterator[tuple[str, str, str | None]]:
 
 def _read_json(path: Path) -> Iterator[tuple[str, str, str | None]]:
     """Yield what `_read_csv` yields."""
-    for theirs, ours in read_json(path, "correct it", largest=MOST_BYTES).items():
+    pairs = read_json(path, "correct it", largest=MOST_BYTES, make=make_unique)
+    for theirs, ours in pairs.items():
         if not isinstance(ours, str | None):
             raise UserError(
                 f'{path} must be an object such as {{"teacher\'s class": "class of the data"}}, '

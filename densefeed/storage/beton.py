@@ -584,7 +584,9 @@ def match_entries(
 
 def refuse_table(front: Front) -> UserError:
     """Return the error for an allocation table without a group of entries for each sample."""
-    return UserError(f"{front.path}: its allocation table is damaged; pack or copy it again")
+    return UserError(
+        f"{front.path}: its allocation table is damaged or in no writer's order; pack it again"
+    )
 
 
 def read_front(path: Path, descriptor: int) -> Front:

@@ -39,7 +39,12 @@ def choose_home(root: Path | ObjectURL, there: set[str], split: str) -> Path | O
 
     UserError if it holds splits but not this one: timm would read all of them as one split.
     """
-    name = next((name for name in find_synonyms(split) if name in there), None)
+
+    def is_there(name: str) -> bool:
+        # A split may be a path, as 2024/train, and a disk may not tell Train from train.
+        return name in there or (isinstance(root, Path) and (root / name).is_dir())
+
+    name = next(filter(is_there, find_synonyms(split)), None)
     if name is None and there & set().union(*SPLITS):
         raise UserError(
             f"{root} holds {', '.join(sorted(there))} but no folder {split!r}; name one of them, "

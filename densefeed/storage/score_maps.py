@@ -236,7 +236,8 @@ class ScoreMapStore:
     def names_match(self) -> bool:
         """Whether labels and paths match their checksum; True for files without that checksum."""
         return all(
-            file.names_crc in (None, names_crc(file.read("label"), file.read("path")))
+            file.names_crc is None
+            or file.names_crc == names_crc(file.read("label"), file.read("path"))
             for file in self._file.files
         )
 

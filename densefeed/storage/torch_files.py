@@ -125,10 +125,14 @@ def read_member(file: BinaryIO, member: zipfile.ZipInfo) -> bytes:
     `ZipFile.read` takes twice as long.
     """
     # A header of 30 bytes comes first, whose end are the lengths of a name and an extra field.
-    file.seek(member.header_offset + 26)
-    lengths = int.from_bytes(file.read(2), "little"), int.from_bytes(file.read(2), "little")
-    file.seek(sum(lengths), io.SEEK_CUR)
-    content = file.read(member.file_size)
+    try:
+        file.seek(member.header_offset + 26)
+        lengths = int.from_bytes(file.read(2), "little"), int.from_bytes(file.read(2), "little")
+        file.seek(sum(lengths), io.SEEK_CUR)
+        content = file.read(member.file_size)
+    # A place beyond 2^63.
+    except OverflowError as error:
+        raise TorchFileError("its members lie beyond its end") from error
     if zlib.crc32(content) != member.CRC:
         raise TorchFileError("its checksum differs")
     return content

@@ -217,7 +217,8 @@ def replace_file(path: Path, folder: bool = False) -> Iterator[Path]:
             # The new name is on disk only when the folder is.
             sync_folder(path.parent)
         except BaseException:
-            # If it cannot be deleted, the next process removes it as an orphan.
+            # What cannot be deleted, the next process removes as an orphan.
+            shutil.rmtree(part, ignore_errors=True)
             with suppress(OSError):
                 remove_any(part)
             raise
@@ -283,7 +284,10 @@ def create_part(path: Path, folder: bool = False) -> tuple[Path, int]:
     while True:
         # Also for a link to nothing.
         with suppress(FileExistsError):
-            part.mkdir() if folder else part.touch(exist_ok=False)
+            if folder:
+                part.mkdir()
+            else:
+                part.touch(exist_ok=False)
         # Before it is locked another process may take it for an orphan and remove it.
         with suppress(FileNotFoundError):
             # Waits: who else locks a file of this process is about to remove it.

@@ -1,7 +1,7 @@
 """Read JSON from files that may be truncated, damaged or hostile: one sentence for every fault."""
 
 import json
-from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,25 @@ MOST_DIGITS = 20
 KINDS = {dict: "an object", list: "a list"}
 
 
-def read_json(path: Path, remedy: str, kind: type = dict, largest: int = LARGEST) -> Any:
+def read_json(
+    path: Path,
+    remedy: str,
+    kind: type = dict,
+    largest: int = LARGEST,
+    make: Callable[[list[tuple[str, Any]]], dict] = dict,
+) -> Any:
     """Return the dict, or the list if that is the `kind`, which a JSON file holds.
 
-    `largest` is the limit of its bytes. Raises UserError that names the file and ends in `remedy`
-    for anything else in it, OSError if it cannot be read.
+    `largest` is the limit of its bytes; `make` makes each dict of its names and values. Raises
+    UserError that names the file and ends in `remedy` for anything else in it, OSError if it cannot
+    be read.
     """
     with open_regular(path) as file:
         content = file.read(largest + 1)
     try:
         if len(content) > largest:
             raise ValueError(f"it has more than {largest / 2**20:.0f} MiB")
-        value = parse_json(content)
+        value = parse_json(content, make)
         if not isinstance(value, kind):
             raise ValueError(f"it does not hold {KINDS[kind]}")
     except ValueError as error:
@@ -34,20 +41,21 @@ def read_json(path: Path, remedy: str, kind: type = dict, largest: int = LARGEST
     return value
 
 
-def parse_json(content: bytes) -> Any:
+def parse_json(content: bytes, make: Callable[[list[tuple[str, Any]]], dict] = dict) -> Any:
     """Parse JSON strictly. Raises ValueError with the reason.
 
-    Python's parser accepts NaN, infinite numbers, integers that no float can hold, halves of
-    surrogate pairs, which fail only where they are used, and names that an object has twice.
+    Python's parser accepts NaN, infinite numbers, integers that no float can hold, and halves of
+    surrogate pairs, which fail only where they are used.
     """
-    text = content.decode()
+    # Some editors write a byte order mark.
+    text = content.decode("utf-8-sig")
     try:
         value = json.loads(
             text,
             parse_constant=parse_float,
             parse_float=parse_float,
             parse_int=parse_int,
-            object_pairs_hook=make_object,
+            object_pairs_hook=make,
         )
         # No file can be written with half of a surrogate pair, which only an escape can spell.
         if "\\u" in text:
@@ -57,12 +65,13 @@ def parse_json(content: bytes) -> Any:
     return value
 
 
-def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def make_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the dict of an object. Raises ValueError if a name is in it twice."""
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"{name[:MOST_DIGITS]!r} is there twice")
+    value = {}
+    for name, one in pairs:
+        if name in value:
+            raise ValueError(f"{name[:MOST_DIGITS]!r} is there twice")
+        value[name] = one
     return value
 
 

@@ -21,6 +21,9 @@ WANT = ClassMap(torch.tensor([0, 1, 2]), torch.tensor([0, 1, 0]), 2)
         ("map.json", '{"2": "cat", "0": "cat", "poodle": "dog"}'),
         ("map.csv", "teacher,data\ntabby,cat\nsiamese, cat\n\n1,dog\ntruck,\n"),
         ("map.csv", '"tabby",cat\r\n2,cat\r\npoodle,dog\r\n'),
+        # Spreadsheets and editors write a byte order mark, and rows of empty cells.
+        ("map.csv", "\ufeff,\nteacher,data\ntabby,cat\n2,cat\n1,dog\n"),
+        ("map.json", '\ufeff{"2": "cat", "0": "cat", "poodle": "dog"}'),
     ],
 )
 def test_json_and_csv_give_the_same_map(tmp_path, name, text):

@@ -127,7 +127,7 @@ def test_labels_of_json_and_numbers_as_names(tmp_path, capsys):
         files = []
         for key, label in (("000", 3), ("001", 1)):
             files += [(f"{key}.jpg", JPEG + key.encode()), (f"{key}.txt", b"a caption")]
-            files += [(f"{key}.json", json.dumps({"label": label, "url": "x"}).encode())]
+            files += [(f"{key}.json", b'{"label": %d, "url": {"x": 1, "x": 2}}' % label)]
         write_tar(tmp_path / f"{number}.tar", [*files, ("002.json", b"{}"), ("._000.jpg", b"")])
     images = Images(tmp_path)
     assert images.paths == ["9/000.jpg", "9/001.jpg", "10/000.jpg", "10/001.jpg"]

@@ -3,6 +3,7 @@
 Code in malicious pickles is never run.
 """
 
+import io
 import os
 import pickle
 import random
@@ -16,6 +17,7 @@ import torch
 
 from densefeed.storage import tensor_files
 from densefeed.storage.tensor_files import TensorError, TensorFiles
+from densefeed.storage.torch_files import TorchFileError, read_member
 
 
 def a_map(seed=0, dtype=torch.float16):
@@ -271,6 +273,13 @@ def test_files_that_expand_when_read_are_refused(tmp_path, monkeypatch):
     for name in ("expandedTrue.pt", "expandedFalse.pt"):
         with pytest.raises(TensorError, match="is larger"):
             TensorFiles().read(tmp_path / name)
+
+
+def test_a_member_beyond_any_file_is_damage():
+    member = zipfile.ZipInfo("a/data/0")
+    member.header_offset = 2**63
+    with pytest.raises(TorchFileError, match="beyond its end"):
+        read_member(io.BytesIO(b"PK"), member)
 
 
 def test_numpy_arrays(tmp_path):

@@ -338,7 +338,7 @@ def test_a_step_takes_the_loaders_of_open_loader(loader):
         {"mean": ("a", "b", "c"), "std": (1, 1, 1)},
         {"mean": (float("nan"), 0, 0), "std": (1, 1, 1)},
         {"mean": (0, 0, 0), "std": (0.2, 0.2, 0)},
-        # Of pixels from 0 to 255.
+        # Mean and deviation of pixels from 0 to 255.
         {"mean": (124, 117, 104), "std": (58, 57, 57)},
     ],
 )

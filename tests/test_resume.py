@@ -564,7 +564,7 @@ JOINT = dict(
     model="bootstrapping_vit_micro", model_kwargs=("depth=2",), objective="ce", mixtoken=False
 )
 SHARED = dict(model_kwargs=("num_heads=6", "depth=2"), mixtoken=False, feature_adapt="pool-2d")
-# Of a run that is killed: what changes between epochs, and what is trained beside the model.
+# Options of killed runs: what changes between epochs, and what is trained beside the model.
 KILLED = {
     "one size": {},
     "in the middle of another size": dict(sizes=((0, 16), (1, 48))),

@@ -97,8 +97,9 @@ def label(
             f"give --out {out.stem}"
         )
     if out.exists():
+        store = reopen(out, header)
         print(f"{out} is finished already")
-        return reopen(out, header)
+        return store
     plan = plan_shards(images, replace(header, form="raw"), shard_images, work.batch)
     try:
         join_workers(work, shards_folder(out), plan, share, shows, seconds, out.exists)

@@ -324,8 +324,8 @@ def publish(objects: Objects, shard: PlannedShard, path: Path) -> bool:
 def drop_damaged_shards(objects: Objects, shards: list[PlannedShard]) -> bool:
     """Remove finished shards that are damaged, so that they are labeled again.
 
-    Their files are gone or cut, or their records are damaged or of other images. Returns whether
-    all shards are finished and sound.
+    Their files are gone or truncated, or their records are damaged or of other images. Returns
+    whether all shards are finished and sound.
     """
     there = objects.sizes(SHARDS)
     finished = [shard for shard in shards if f"{shard.name}.json" in there]

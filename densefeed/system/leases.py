@@ -213,4 +213,5 @@ def list_holders(
             if beat and not beat.released:
                 holders.setdefault(name, {})[int(generation)] = beat
     # Only the last generation of a piece of work counts.
-    return [generations[max(generations)] for generations in holders.values()]
+    last = [generations[max(generations)] for generations in holders.values()]
+    return [beat for beat in last if not has_ended(beat.worker)]

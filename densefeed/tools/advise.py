@@ -9,7 +9,7 @@ is that of the training, from the copy to the device and the augmentation to the
 it is timed alone, on one batch that a loader made. The combined rate is an estimate, not a
 measurement: it is limited by the slower of the two, and by the cores, of which each image costs a
 share in the loader and a share in the step (on a GPU, the thread that launches kernels). The
-measurements take seconds and are no benchmark: nothing is appended to benchmarks/results.csv.
+measurements take seconds and are not a benchmark: nothing is appended to benchmarks/results.csv.
 """
 
 import os

@@ -115,7 +115,7 @@ def main(packing: Packing) -> None:
     limit_pixels(packing.max_pixels)
     images = Images(packing.data, packing.dataset, packing.split)
     fingerprint, fields = images.fingerprint(), []
-    store = open_maps(packing, fingerprint, images) if packing.maps else None
+    store = open_maps(packing, fingerprint) if packing.maps else None
     notes = {"class_names": images.class_names, "fingerprint": fingerprint}
     if store:
         spec = score_map_spec(store, len(images.class_names))
@@ -172,7 +172,7 @@ def refuse(reasons: list[str], writer: BetonWriter) -> None:
     )
 
 
-def open_maps(packing: Packing, fingerprint: str, images: Images) -> ScoreMapStore:
+def open_maps(packing: Packing, fingerprint: str) -> ScoreMapStore:
     """Open the score maps. Raises UserError if they belong to images of another fingerprint."""
     store = ScoreMapStore(make_local(packing.maps))
     store.check(fingerprint, packing.data, packing.split)

@@ -115,7 +115,7 @@ def truncate_metrics(step: int, path: Path, evaluated: bool = True) -> None:
     """Drop the records of what a resumed run will do again."""
     if path.exists():
         with replace_file(path) as part, open(part, "wb") as kept:
-            # A line that a kill or a full disk cut short is dropped too.
+            # A line that a kill or a full disk truncated is dropped too.
             for number, line in complete_lines(path):
                 try:
                     record = parse_record(line)

@@ -106,7 +106,7 @@ class LayerNormSums(torch.autograd.Function):
 class WithCopies(nn.Module):
     """Base of layers that take the place of a layer `of` and compute with copies of its parameters.
 
-    Copies are no buffers, and in no state dict. They are not copied with the layer, since nothing
+    Copies are not buffers, and in no state dict. They are not copied with the layer, since nothing
     would update those.
     """
 
@@ -132,7 +132,7 @@ class MixedLinear(WithCopies, nn.Linear):
         if self.low_weight is None or not torch.is_grad_enabled():
             return super().forward(x)
         bias, image_bias = self.bias, self.image_bias
-        # Rows that are no multiple of the images cannot be summed by image.
+        # A number of rows that the images do not divide cannot be summed by image.
         if image_bias is not None and x.numel() // x.shape[-1] % len(image_bias) == 0:
             bias = None
         else:

@@ -306,7 +306,7 @@ def holds_tensors(value: object) -> bool:
     return isinstance(value, torch.Tensor) or any(map(holds_tensors, children))
 
 
-# Of a recipe; the path None becomes that of a malicious file.
+# Options of a recipe; the path None becomes that of a malicious file.
 ARGUMENTS = (
     *(("checkpoint_path", None), ("pretrained", True), ("features_only", True), ("unknown", 1)),
     *(("act_layer", "gelu"), ("depth", 10**9), ("embed_dim", 10**7), ("num_classes", 10**9)),
@@ -319,7 +319,7 @@ ARGUMENTS = (
 )
 
 
-# Of a Swin transformer with small weights and large tables: at 4,096 pixels 4 GB.
+# A Swin transformer with small weights and large tables: at 4,096 pixels 4 GB.
 TABLES = {"window_size": 32, "embed_dim": 4, "depths": [2], "num_heads": [1], "num_classes": 2}
 SIDES = (256, 1024, 4096)
 

@@ -100,7 +100,7 @@ def test_low_scores_have_weights_of_exactly_0():
 
 @pytest.mark.parametrize("alpha", [1.05, 1.5, 1.8])
 def test_gradients_are_finite_differences(alpha):
-    """Of the scores and of alpha, in float64."""
+    """Gradients of the scores and of alpha, in float64."""
     scores = draw_scores(4, 12, 1.5).requires_grad_()
     exponent = real(alpha).requires_grad_()
     assert torch.autograd.gradcheck(entmax, (scores, exponent), eps=1e-6, atol=1e-6, rtol=1e-5)

@@ -283,7 +283,7 @@ def test_crops_of_one_image_equal_crops_decoded_alone(jpegs, noise, data):
     together.decode()
     assert (together.samples["status"] == native.OK).all()
     np.testing.assert_array_equal(together.pixels, alone.pixels)
-    # Of smaller outputs libjpeg may decode crops at different scales, and then each alone.
+    # For smaller outputs libjpeg may decode crops at different scales, and then each alone.
     if size == 40:
         shared = together.samples["took"][:, 2] == 0
         assert shared.tolist() == [row % 8 > 0 for row in range(count)]

@@ -868,7 +868,7 @@ def test_the_probe_compares_pixels(monkeypatch):
         dali, "build", lambda run, threads, device, **how: build(run, threads, None, **how)
     )
     dali.try_regions(0)
-    # Of the CPU's runs, then of the GPU's.
+    # The CPU's runs, then the GPU's.
     feed, flips = dali.feed, iter([False] * dali.INSIDE + [True] * dali.INSIDE)
     monkeypatch.setattr(
         dali,

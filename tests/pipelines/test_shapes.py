@@ -140,7 +140,7 @@ def test_the_order_of_buckets_is_random_and_unbiased():
         last += chosen.shape(epoch, 10) == tall
         alone[chosen.permutation(epoch)[-1]] += 1
     # 4 standard deviations. The last batch is image 0, 4, ... 40 in the order of buckets: 6 of 11.
-    # Of the other ten 5 are tall: of 20 and 20 images, or 21 and 19 with a wide one in the middle.
+    # The others have 5 tall ones: of 20 and 20 images, or 21 and 19 with a wide one in the middle.
     assert abs(last / 1000 - 6 / 11) < 4 * 0.5 / math.sqrt(1000)
     assert abs(first / 1000 - 5 / 10) < 4 * 0.5 / math.sqrt(1000)
     for part, total in ((alone[:21], last), (alone[21:], 1000 - last)):
@@ -220,7 +220,7 @@ def batches_of(source):
 
 
 def test_stored_sizes_are_those_of_the_images(folder, packed):
-    """Of any kind of file; one that cannot be read counts as square."""
+    """Any kind of file has a shape; one that cannot be read counts as square."""
     images = Images(folder, split="train")
     want = np.array([images.size(index) for index in range(len(images))]).T
     for source in (FolderSource(folder, "train", threads=2), FfcvSource(packed[0])):

@@ -441,7 +441,7 @@ def test_probabilities_stored_as_logits_are_a_fault(clean, tmp_path):
         assert (fault.name, fault.verdict) == ("logits", "fault")
         assert "these are probabilities" in fault.evidence
     small = convert(ScoreMapStore(tmp_path / "tail.h5"), tmp_path / "compact.h5", "compact")
-    # Of their logarithms only the flatness remains.
+    # Only the flatness remains of their logarithms.
     (warning,) = alarms(audit(small.path))
     assert (warning.name, warning.verdict) == ("logits", "warning")
 

@@ -292,7 +292,7 @@ def test_shares_are_joined_to_the_bytes_of_one_labeling(many, whole, tmp_path, c
         merge_folders((whole,), tmp_path / "one.h5")
     with pytest.raises(UserError, match=r"--form compact is for one file"):
         merge_folders((whole,), tmp_path / "again", form="compact")
-    # Of other images or options, and damaged.
+    # Shards of other images or options, and damaged ones.
     label(begin(many, top_k=1), tmp_path / "other", shard_images=SIZE, share=Share(1, 3))
     with pytest.raises(UserError, match=r"other was started with another top k"):
         merge_folders((parts[0], tmp_path / "other"), tmp_path / "again")

@@ -237,4 +237,5 @@ def test_the_lease_of_a_process_that_ended_here_is_free_at_once(tmp_path):
     assert leases.claim("work") is None
     lease.beat.worker = ended
     lease.renew()
+    assert list_holders(ObjectFolder(tmp_path), ["work"]) == []
     assert leases.claim("work").generation == 2

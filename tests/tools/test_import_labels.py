@@ -322,7 +322,7 @@ def test_exports_that_would_lose_data_are_refused(scenes, tmp_path, random_maps,
     ],
 )
 def test_an_export_writes_nothing_outside_of_out(scenes, tmp_path, random_maps, path, fault):
-    """Of `a//x.jpg` the last two parts are `/x`, which was written to the root of the disk."""
+    """The last two parts of `a//x.jpg` are `/x`, which was written to the root of the disk."""
     images = Images(scenes / "scenes")
     images.paths = [path.replace("x", f"x{n}", 1) for n in range(len(images))]
     write_maps(tmp_path / "maps.h5", images, random_maps)

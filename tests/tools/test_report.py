@@ -102,7 +102,7 @@ def test_runs_are_compared_by_the_options_that_differ(tmp_path):
     assert (one["differs"], other["differs"]) == ("lr 0.1, ema 0.0", "lr 0.2, ema 0.9")
     assert (one["tops"], other["tops"]) == ([(0.25, "")], [(0.25, ""), (0.5, "EMA")])
     assert (one["epoch"], one["epochs"], one["result"], one["images_per_s"]) == (1.5, 4, {}, 20)
-    # Of three runs, two with the options of the first, only the other's are listed.
+    # Two of three runs have the options of the first; only the other's are listed.
     three = [make_row(run, [*runs, runs[0]])["differs"] for run in runs]
     assert three == ["", "lr 0.2, ema 0.9"]
     # One evaluation of each run is in the table, and no curve.

@@ -84,7 +84,7 @@ def test_updates_are_timms_and_resume_to_the_bit(name, monkeypatch):
 @every_name
 @pytest.mark.parametrize("dtype", [None, torch.float16], ids=["fp32", "fp16"])
 def test_a_skipped_update_changes_nothing(name, dtype):
-    """Of the first updates, which create the moments, and of a later one."""
+    """Checks the first updates, which create the moments, and of a later one."""
     ours, clean = (make_student(dtype, optimizer=name, on_nonfinite="skip") for _ in range(2))
     weights = float_state(ours.model)
     train(ours, 0, scale=math.nan)

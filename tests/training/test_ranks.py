@@ -88,8 +88,8 @@ def read_metrics(out: Path, kind: str, *names: str) -> list[tuple]:
     ]
 
 
-# Of losses and gradient norms of up to four steps, which sum the same float32 in another order: at
-# most 5 units of 2^-23 were measured (default and avx2), and a wrong weight of a rank is above 1 %.
+# Losses and gradient norms of up to four steps sum the same float32 in another order: at most 5
+# units of 2^-23 were measured (default and avx2), and a wrong weight of a rank is above 1 %.
 SUMMED = 64 * 2**-23
 
 

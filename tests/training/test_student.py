@@ -69,7 +69,7 @@ def test_update_matches_adamw_with_clipping(clip):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_skipped_update_keeps_the_learned_exponents(bad):
-    """Of sparse attention, for an image from which its backward pass is not finite either."""
+    """Sparse attention, for an image from which its backward pass is not finite either."""
     torch.manual_seed(0)
     model = timm.create_model("bootstrapping_vit_s_sparse", depth=1, img_size=32, num_classes=3)
     optim = OptimOptions(batch=640, lr=1e-2, on_nonfinite="skip")

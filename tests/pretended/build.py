@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 SOURCES = Path(__file__).parent
 ROOT = SOURCES.parent.parent
@@ -40,14 +39,6 @@ ENTRY_POINT = "[torch.backends]\npretended_cuda = tests.pretended.backend:load\n
 # Bytes that a command and its children may take: comparisons read garbage, and a loop that follows
 # them could fill the machine.
 MEMORY = 6 * 2**30
-
-
-class Done(NamedTuple):
-    """A command that ended: its exit code, or minus a signal, and what it printed."""
-
-    code: int
-    stdout: str
-    stderr: str
 
 
 # ------------------------------------------------------------------------- Building
@@ -136,7 +127,7 @@ def write_library(folder: Path, source: str, library: str, wanted: set[str]) -> 
     unfinished = folder / f"{library}.part"
     objects = stubs.with_suffix(".o")
     compile_c = ["gcc", "-O1", "-fPIC", "-w", "-c", stubs, "-o", objects]
-    compile_cpp = ["g++", "-O2", "-fPIC", "-shared", f"-Wl,-soname,{library}", *headers]
+    compile_cpp = ["g++", "-O2", "-fPIC", "-w", "-shared", f"-Wl,-soname,{library}", *headers]
     compile_cpp += [SOURCES / f"{source}.cpp", objects, "-ldl", "-o", unfinished]
     for words in (compile_c, compile_cpp):
         subprocess.run(list(map(str, words)), check=True)
@@ -178,7 +169,9 @@ def environment(folder: Path, devices: int = 1) -> dict[str, str]:
     }
 
 
-def run(words: Sequence[object], folder: Path, seconds: float, devices: int = 1) -> Done:
+def run(
+    words: Sequence[object], folder: Path, seconds: float, devices: int = 1
+) -> subprocess.CompletedProcess:
     """Run `python WORDS` in the checkout on the pretended runtime of a folder.
 
     It and its children are killed after `seconds`, or when they take more than MEMORY.
@@ -207,7 +200,7 @@ def run(words: Sequence[object], folder: Path, seconds: float, devices: int = 1)
             child.wait()
         for stream in (out, err):
             stream.seek(0)
-        return Done(child.returncode, out.read(), err.read() + why)
+        return subprocess.CompletedProcess(words, child.returncode, out.read(), err.read() + why)
 
 
 def kill_group(group: int) -> None:

@@ -2,8 +2,6 @@
 
 import ctypes
 import os
-import re
-import subprocess
 import traceback
 from collections import Counter
 from collections.abc import Iterator
@@ -125,20 +123,3 @@ def find_caller() -> str:
 def shorten(path: str) -> str:
     """Return a path below the checkout, or below site-packages."""
     return path.removeprefix(f"{ROOT}/").rpartition("site-packages/")[2]
-
-
-def demangle(kernels: Counter[str]) -> Counter[str]:
-    """Return the counts by readable names without their arguments, as far as c++filt knows them."""
-    names, found = list(kernels), Counter()
-    try:
-        words = ["c++filt", "--no-params"]
-        environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
-        done = subprocess.run(
-            words, input="\n".join(names), capture_output=True, text=True, env=environment
-        )
-        readable = done.stdout.splitlines()
-    except OSError:
-        readable = names
-    for name, text in zip(names, readable, strict=True):
-        found[re.sub(r"^(void|at::native::)\s*", "", text)] += kernels[name]
-    return found

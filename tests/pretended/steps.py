@@ -5,13 +5,13 @@
     python -m tests.pretended.steps deit_s_224_token_label mixtoken=False --kernels 20 --where
 
 The step runs on the pretended CUDA runtime (runtime.cpp), so numbers of launches, copies and waits
-are exact, and kernels take no time. Convolutions count as one launch. Times are of the processor,
-all threads together; what the real CUDA driver takes for a launch, a few microseconds, is missing.
-`batch` is what comes before the model: the copy to the device and the augmentation.
+are exact, and kernels take no time. `| c++filt -p` makes their names readable. Convolutions count
+as one launch. Times are of the processor, all threads together; what the real CUDA driver takes for
+a launch, a few microseconds, is missing. `batch` is what comes before the model: the copy to the
+device and the augmentation.
 """
 
 import argparse
-import ast
 import gc
 import hashlib
 import os
@@ -167,7 +167,7 @@ def measure(steps: Steps, rounds: int) -> dict[str, list[float]]:
 
 def show(name: str, seen: Any, times: list[float], kernels: int, where: bool) -> None:
     """Print the counts of a half of a step."""
-    from .counting import COPIES, PREPARATIONS, WAITS, demangle
+    from .counting import COPIES, PREPARATIONS, WAITS
 
     copies = {kind: n for kind in COPIES if (n := seen.counts[f"copy {kind}"])}
     calls = {c: n for c in (*WAITS, *PREPARATIONS) if (n := seen.counts[c])}
@@ -179,8 +179,8 @@ def show(name: str, seen: Any, times: list[float], kernels: int, where: bool) ->
     )
     if times:
         print(f"{'':6}{times[0]:6.2f} ms of the processor at least, median {middle(times):.2f}")
-    for kernel, launches in demangle(seen.kernels).most_common(kernels):
-        print(f"{'':6}{launches:6,}  {kernel[:150]}")
+    for kernel, launches in seen.kernels.most_common(kernels):
+        print(f"{'':6}{launches:6,}  {kernel}")
     if where:
         for (event, stack), n in sorted(seen.events.items()):
             print(f"{'':6}{n:6,}  {event} at {stack}")
@@ -190,24 +190,12 @@ def middle(values: list[float]) -> float:
     return values[len(values) // 2]
 
 
-def read_options(texts: list[str]) -> dict[str, object]:
-    """Return the options of texts as `name=value`; values are Python literals, or text."""
-    found = {}
-    for text in texts:
-        name, _, value = text.partition("=")
-        try:
-            found[name] = ast.literal_eval(value)
-        except (SyntaxError, ValueError):
-            found[name] = value
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("recipe", help="a recipe of train.py")
-    parser.add_argument("options", nargs="*", help="options of the recipe, as name=value")
+    parser.add_argument("options", nargs="*", help="options of the recipe, as NAME=VALUE")
     parser.add_argument("--compile", default="never", help="as of train.py")
     parser.add_argument("--batch", type=int, default=256, help="images of a batch")
     parser.add_argument("--rounds", type=int, default=20, help="steps that are timed")
@@ -216,7 +204,9 @@ def main() -> None:
     given = parser.parse_args()
     if "PRETENDED_RUNTIME" not in os.environ:
         sys.exit(restart())
-    options = read_options(given.options) | {"compile": given.compile}
+    from densefeed.system.options import parse_arguments
+
+    options = parse_arguments(given.options, "options") | {"compile": given.compile}
     steps = Steps(given.recipe, given.batch, **options)
     found = count(steps)
     times = measure(steps, given.rounds) if given.rounds else {}
@@ -236,7 +226,7 @@ def restart() -> int:
     done = build.run(words, build.build(folder), SECONDS)
     print(done.stdout, end="")
     print(done.stderr, end="", file=sys.stderr)
-    return done.code
+    return done.returncode
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def test_every_stage_of_the_gpu_check_ends(run, tmp_path):
 def test_the_compiled_steps_of_the_gpu_check_end(run, tmp_path):
     """The small stages measure the step in eager mode alone."""
     done = run("-m", *STEP.split(), "--results", tmp_path / "rows.csv")
-    assert done.code == 0, done.stderr[-6000:]
+    assert done.returncode == 0, done.stderr[-6000:]
     rows = (tmp_path / "rows.csv").read_text()
     for mode in ("compiled", "whole", "captured"):
         assert f"step ours+labels, {mode}" in rows

@@ -80,7 +80,7 @@ def result(runtime, run_once, tmp_path, request):
         jobs.write_text(json.dumps([describe(name) for name in names]))
         limit = SLOW_LIMIT if names == list(RECIPES) or names[0].endswith(SLOW) else LIMIT
         done = build.run(["-m", "tests.pretended.runs", jobs, found], runtime, limit, devices=2)
-        assert done.code == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+        assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
         return json.loads(found.read_text())
 
     def get(name):

@@ -108,7 +108,9 @@ class Step:
         which waits for the device; UserError for maps that no step can use.
         """
         augmentation = self.augmentation.to(self._device)
-        batches = through(self.loader.batches(epoch, start, augmentation.whole))
+        # A loader of one's own need not have this argument.
+        more = {"prepare": augmentation.whole} if augmentation.whole else {}
+        batches = through(self.loader.batches(epoch, start, **more))
         for batch in augment_batches(batches, augmentation, self._device):
             yield self._complete(batch)
 

@@ -516,6 +516,6 @@ def test_the_command_prints_a_table_or_one_sentence(command, images, beton, resn
     done = command(words[0], cut, *words[2:], beton, "--json", tmp_path / "none.json")
     assert done.returncode == 2
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert error.startswith(f"error: {cut} cannot be read")
+    assert error.startswith(f"error: {cut} is not a checkpoint that loads safely")
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "none.json").exists()

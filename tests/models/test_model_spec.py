@@ -6,8 +6,8 @@ import pytest
 
 from densefeed.models.model_spec import POSITIVE, find_forbidden, is_registered
 from densefeed.recipes import RECIPES
+from densefeed.recipes.ablations import RUNS
 from densefeed.system.options import parse_arguments
-from densefeed.tools.ablations import RUNS
 
 FORBIDDEN = {
     # The table of pairs of cells in a window is not a weight: 0.8 GB.

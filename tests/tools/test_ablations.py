@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from densefeed.recipes.ablations import RUNS, TABLES
 from densefeed.system.errors import UserError
 from densefeed.system.options import leaves
-from densefeed.tools.ablations import RUNS, TABLES, Ablations
+from densefeed.tools.ablations import Ablations
 from densefeed.tools.quickstart import Quickstart
 from densefeed.training.config import Config
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from uuid import uuid4
 
@@ -35,6 +35,15 @@ class S3Server:
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
         self._server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
         self._server.start()
+        web, uploading = self._server._server, threading.Lock()
+
+        def answer(environ, start_response, app=web.app):
+            # moto looks for an object, then stores it: of two uploads on condition that there is
+            # none, both may succeed, which S3 does not allow.
+            with uploading if environ["REQUEST_METHOD"] == "PUT" else nullcontext():
+                return app(environ, start_response)
+
+        web.app = answer
         self.port = self._server.get_host_and_port()[1]
         self.stop = self._server.stop
 

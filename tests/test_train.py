@@ -347,7 +347,7 @@ def test_the_first_batch_is_checked_before_the_first_step(packed, tmp_path, monk
     assert not (tmp_path / "run" / "last.pt").exists()
 
 
-def test_mixed_step_equals_the_published_formula(packed, tmp_path, monkeypatch):
+def test_mixed_step_equals_the_published_formula(packed, tmp_path):
     """Compare with CutMix by slices and dense targets in float64.
 
     The middle sample of the batch of 3 is its own partner.

@@ -37,15 +37,16 @@ def natural_key(text: str) -> list[str | int]:
 def choose_home(root: Path | ObjectURL, there: set[str], split: str) -> Path | ObjectURL:
     """Return the folder of `split`, or `root`, which holds the folders `there`.
 
-    UserError if it holds splits but not this one: timm would read all of them as one split.
+    UserError if it holds splits but not this one (timm would read all of them as one split), or if
+    the split is a path, as 2024/train, that is missing.
     """
 
     def is_there(name: str) -> bool:
-        # A split may be a path, as 2024/train, and a disk may not tell Train from train.
+        # A disk may not tell Train from train.
         return name in there or (isinstance(root, Path) and (root / name).is_dir())
 
     name = next(filter(is_there, find_synonyms(split)), None)
-    if name is None and there & set().union(*SPLITS):
+    if name is None and ("/" in split or there & set().union(*SPLITS)):
         raise UserError(
             f"{root} holds {', '.join(sorted(there))} but no folder {split!r}; name one of them, "
             "or the folder of classes"

@@ -209,6 +209,11 @@ def convert_file(file: Path, /, form: Form, out: Path) -> None:
     """Write a store in another form.
 
     `lossless` keeps every bit, `compact` keeps 8 bits of each probability, `raw` undoes `lossless`.
+
+    Args:
+        file: score maps, a file or a finished folder.
+        form: the form to write.
+        out: the file to write, which must not exist.
     """
     store = convert(ScoreMapStore(file), out, form)
     print(summary(store))
@@ -273,6 +278,9 @@ def verify_files(files: tuple[Path, ...], /) -> None:
     """Read every row of score map files and name the first bad rows of each.
 
     If any row is bad, the exit code is 2, after the last file.
+
+    Args:
+        files: score maps, files or finished folders.
     """
     bad = []
     if not files:

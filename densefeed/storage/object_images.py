@@ -59,7 +59,10 @@ def read_objects(root: ObjectURL, split: str) -> ObjectImages:
     Paths, labels and order are those of `read_folder`. Prints how many objects were left out.
     UserError if there are no images.
     """
-    home = choose_home(root, set(list_folder(root)[1]), split)
+    there = set(list_folder(root)[1])
+    if "/" in split and any(list_folder(root / split)):
+        there.add(split)
+    home = choose_home(root, there, split)
     sizes = list_objects(home)
     paths = sort_images(home, sizes)
     if not paths:

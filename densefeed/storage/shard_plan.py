@@ -354,6 +354,10 @@ def redo_images(folder: Location, images: tuple[str, ...], /) -> None:
     """Remove the shards of images, by their paths in the dataset, so that they are labeled again.
 
     The same command as before then labels these shards, and writes the manifest again.
+
+    Args:
+        folder: a folder of score maps, or its s3://BUCKET/FOLDER.
+        images: paths in the dataset, such as cat/001.jpg.
     """
     if not images:
         raise UserError("no image was named; name images by their paths in the dataset")
@@ -460,7 +464,10 @@ def measure_rate(finished: list[tuple[float, int]]) -> float:
 def print_status(out: Location, /) -> None:
     """Print the progress of the workers that label into OUT, their rate and the time left.
 
-    OUT is what was given to the labeling. It can be run on any machine that sees it.
+    It can be run on any machine that sees OUT.
+
+    Args:
+        out: the --out of the labeling.
     """
     if is_file_name(out) and out.exists() and not shards_folder(out).exists():
         print(f"{out} is finished")

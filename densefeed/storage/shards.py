@@ -105,7 +105,12 @@ def merge_folders(folders: tuple[Path, ...], /, out: Path, form: Form | None = N
     """Join the shards that lie in FOLDERS into one store, a file (OUT.h5) or a folder.
 
     For machines without a common disk: each labels --shard 0/N, ..., of the same images into a
-    folder of its own. The folders stay. By default the maps keep their form.
+    folder of its own. The folders stay.
+
+    Args:
+        folders: the --out folders of the machines, or one finished folder.
+        out: where the store is written; a name that ends in .h5 is one file, else a folder.
+        form: form of the maps in a file; by default they keep theirs.
     """
     if not folders:
         raise UserError("no folder of shards was named; name one or several")

@@ -30,6 +30,10 @@ def fetch_store(url: Location, out: Path, /) -> None:
     """Copy the finished store at URL to the folder OUT, for training and all other commands.
 
     Run it again to continue an interrupted copy, or to copy what has changed.
+
+    Args:
+        url: the store, s3://BUCKET/FOLDER.
+        out: the folder of the copy.
     """
     if not isinstance(url, ObjectURL):
         raise UserError(f"{url} is no URL; name s3://BUCKET/FOLDER, and a folder for the copy")

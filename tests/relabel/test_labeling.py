@@ -263,7 +263,7 @@ def test_images_are_scored_in_order_although_they_are_rendered_in_any(folder, tm
     assert got.path.read_bytes() == want
 
 
-def test_the_time_the_teacher_waits_is_attributed_to_images_or_disk(folder, tmp_path, monkeypatch):
+def test_the_time_the_teacher_waits_is_attributed_to_images_or_disk(folder, monkeypatch):
     """A wait for a written batch takes 100 s here, one for the Windows of rendered images 1 s."""
 
     def wait(*futures):
@@ -346,7 +346,7 @@ def test_a_batch_always_has_the_same_images():
 # ------------------------------------------------------------------------- estimated cost
 
 
-def test_a_dry_run_writes_nothing_and_predicts_the_sizes_of_the_files(folder, tmp_path, capsys):
+def test_a_dry_run_writes_nothing_and_predicts_the_sizes_of_the_files(folder, tmp_path):
     """Bytes an image against stores that are then made; hours against a computation by hand."""
     images, scorer = Images(folder, split="train"), teacher()
     estimate = estimate_pass(begin_pass(images, scorer, "t", **options()))

@@ -272,7 +272,7 @@ def test_a_worker_that_comes_after_the_last_shard_labels_nothing(many, tmp_path,
         join(many, out, top_k=1)
 
 
-def test_shares_are_joined_to_the_bytes_of_one_labeling(many, whole, tmp_path, capsys):
+def test_shares_are_joined_to_the_bytes_of_one_labeling(many, whole, tmp_path):
     """Machines without a common disk label every third shard each."""
     parts = [tmp_path / f"part-{n}" for n in range(3)]
     for number, out in enumerate(parts):

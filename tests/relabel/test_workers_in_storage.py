@@ -53,7 +53,7 @@ def copied(whole: Path) -> dict[str, bytes]:
     return {n: c for n, c in files(whole).items() if n == MANIFEST or n.endswith(".h5")}
 
 
-def test_the_objects_are_the_files_of_a_folder(many, whole, bucket, tmp_path, capsys):
+def test_the_objects_are_the_files_of_a_folder(many, whole, bucket, tmp_path):
     out = bucket / "some" / "maps"
     assert join(many, out) is None
     assert files(out) == files(whole)

@@ -99,6 +99,8 @@ def test_a_missing_split_is_refused(folder, tmp_path):
     both = tmp_path / "2024"
     shutil.copytree(folder, both)
     assert len(Images(tmp_path, split="2024/train")) == 11  # not those of 2024/val too
+    with pytest.raises(UserError, match=r"but no folder '2024/test'"):
+        Images(tmp_path, split="2024/test")
     assert len(Images(only / "train", split="val")) == 11  # a folder of classes has no splits
     (only / "train").rename(only / "training")
     assert len(Images(only, split="train")) == 11  # timm's synonym

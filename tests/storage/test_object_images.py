@@ -103,3 +103,11 @@ def test_a_bucket_is_a_folder_too(folder, remote):
     images = Images(ObjectURL(remote.bucket))
     assert len(images) == len(list(folder.rglob("*.jpg"))) + 1
     assert "photos-old/train/cat/x.jpg" in images.paths
+
+
+def test_a_split_may_be_a_path(folder, remote):
+    """The folder above it holds the images of other splits too."""
+    bucket = ObjectURL(remote.bucket)
+    assert Images(bucket, split="photos/train").paths == Images(folder, split="train").paths
+    with pytest.raises(UserError, match="but no folder 'photos/test'"):
+        Images(bucket, split="photos/test")

@@ -119,9 +119,7 @@ def test_a_folder_that_cannot_be_written_keeps_no_index(remote, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_shard_that_is_replaced_meanwhile_is_an_error_and_then_the_new_one(
-    remote, local, kind, tmp_path
-):
+def test_a_shard_that_is_replaced_meanwhile_is_an_error_and_then_the_new_one(remote, local, kind):
     images = Images(remote[kind])
     path, other, _ = sorted(local[kind].rglob("*train-*.*"))
     url = remote[kind] / str(path.relative_to(local[kind]))

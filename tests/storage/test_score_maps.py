@@ -257,7 +257,7 @@ def test_errors_name_the_file_and_the_remedy(tmp_path, random_maps):
         ScoreMapStore(foreign)
 
 
-def test_rows_of_the_imagenet_shape_have_the_documented_size(tmp_path):
+def test_rows_of_the_imagenet_shape_have_the_documented_size():
     """6,480 bytes of maps and 648 bytes of lse at S=18, k=5, as in FORMAT.md."""
     maps = ScoreMaps(
         np.zeros((1, 18, 18, 5), np.float16),

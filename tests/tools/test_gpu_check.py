@@ -153,7 +153,7 @@ def test_no_stage_begins_when_the_time_is_over(check, capsys):
     assert not (check.out / "results.json").exists()
 
 
-def test_results_of_another_commit_are_kept(check, monkeypatch):
+def test_results_of_another_commit_are_kept(check):
     check.out.mkdir()
     found = {"kind": "gpu-check", "commit": "abc", "device": "cpu", "small": False, "stages": {}}
     (check.out / "results.json").write_text(json.dumps(found))

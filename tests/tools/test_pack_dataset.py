@@ -85,7 +85,7 @@ def test_planes_give_the_batches_of_the_jpegs(folder, tmp_path):
     assert planes.estimate_planes() == 0 < jpeg.estimate_planes()
 
 
-def test_damaged_planes_are_found(folder, tmp_path, capsys):
+def test_damaged_planes_are_found(folder, tmp_path):
     main(Packing(data=folder, out=tmp_path / "x.beton", form="planes"))
     assert verify(tmp_path / "x.beton", 1) == []
     with closing(Beton(tmp_path / "x.beton")) as beton:
@@ -297,7 +297,7 @@ def test_bad_files_can_be_left_out(broken, folder, maps, tmp_path, capsys):
         FfcvSource(tmp_path / "x.beton", maps)
 
 
-def test_packed_score_maps_stay_with_their_images(folder, maps, tmp_path, monkeypatch):
+def test_packed_score_maps_stay_with_their_images(folder, maps, tmp_path):
     """One image becomes unreadable after the labeling.
 
     Its file size is the same, so the score maps are still accepted.

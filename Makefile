@@ -7,8 +7,8 @@ RUN := .venv/bin/python
 quickstart: $(READY)
 	$(RUN) tools/quickstart.py --out quickstart
 
-PYTEST := $(RUN) -m pytest -n auto --maxprocesses 8 --dist worksteal --durations 15
-# The test suite without its slow tests, a process per core.
+PYTEST := $(RUN) -m pytest -n auto --dist worksteal --durations 15
+# The test suite without its slow tests.
 test: $(READY)
 	$(PYTEST) -m "not slow"
 
@@ -21,7 +21,7 @@ test-oldest:
 	$(OLDEST) -m uv pip compile -q --resolution lowest-direct --extra dev --extra dali pyproject.toml -o .venv-oldest/floors.txt
 	$(OLDEST) -m uv pip sync -q --python $(OLDEST) .venv-oldest/floors.txt
 	$(OLDEST) -m pip install --disable-pip-version-check -q --no-deps -e .
-	$(OLDEST) -m pytest -n auto --maxprocesses 8 --dist worksteal -m "not slow"
+	$(OLDEST) -m pytest -n auto --dist worksteal -m "not slow"
 
 # The slow tests.
 test-slow: $(READY)

@@ -37,7 +37,7 @@ ENVIRONMENTS = {
     "avx512": {},
 }
 THREADS = (1, 2, 4)
-PYTEST = ["pytest", "-q", "-n", "auto", "--maxprocesses", "8", "--dist", "worksteal"]
+PYTEST = ["pytest", "-q", "-n", "auto", "--dist", "worksteal"]
 
 
 def environments(instructions: list[str], threads: list[int]) -> Iterator[dict[str, str]]:

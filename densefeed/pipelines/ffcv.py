@@ -25,8 +25,6 @@ class FfcvSource(StoreMaps):
     """
 
     remedy = "copy the file again, or pack it again"
-    # The native threads read the file.
-    locates = True
 
     def __init__(self, path: str | Path, maps: str | Path | None = None) -> None:
         self._beton = self._open(path)

@@ -32,10 +32,9 @@ from densefeed.system.terminal import print
 CPU = torch.device("cpu")
 # Batches in flight while the step works: being decoded, or waiting for the consumer.
 AHEAD = 3
-# Samples whose crops are planned at once, where their sizes need no reading, and whose random
-# numbers are drawn at once. Decoding and steps displace numpy's code from the caches, and loading
-# it again takes longer than the computation.
-PLANNED = 2048
+# Samples whose random numbers are drawn at once. Decoding and steps displace numpy's code from the
+# caches, and loading it again takes longer than the computation.
+DRAWN = 2048
 # In place of an image that cannot be read: the decoder refuses an empty JPEG.
 MISSING = np.empty(0, np.uint8)
 
@@ -123,9 +122,6 @@ class Source:
     class_names: list[str]  # one for each class id
     remedy: str  # what to do about an image that cannot be decoded, ends the error message
     score_maps: ScoreMapSpec | None = None  # shape and meaning of the score maps; None without maps
-    # Whether `begin` only looks samples up. It is then called for many batches at once, and their
-    # crops are planned at once.
-    locates: bool = False
 
     def where(self, index: int) -> str:
         """Name sample `index` in an error message: its path, or file and number in the file."""
@@ -246,7 +242,6 @@ class _Begun(NamedTuple):
     decoding: Decoding
     batch: Batch  # without its image
     encoded: Encoded
-    first: int  # row of its first sample in `encoded`
 
 
 class ThreadedLoader:
@@ -371,20 +366,15 @@ class ThreadedLoader:
     def _fetch(
         self, epoch: int, start: int, prepare: Preparation | None
     ) -> Iterator[tuple[Encoded, RankRows, np.ndarray]]:
-        """Start to fetch samples from batch `start` on, and draw the numbers of their crops.
-
-        Yields those of one batch, or of several if the source only locates them.
-        """
+        """Start to fetch the batches from `start` on, and draw the numbers of their crops."""
         source, plan, size = self.source, self.plan, self._size
-        shard, many = plan.rank_rows(epoch), max(1, PLANNED // size)
+        shard, many = plan.rank_rows(epoch), max(1, DRAWN // size)
         batches = len(shard.index)
-        # With buckets every batch has crops of its own aspect.
-        once = many if source.locates and prepare is None and plan.buckets is None else 1
         for first in range(start, batches, many):
             drawn = RankRows(*(part[first : first + many].ravel() for part in shard))
             u = plan.crop_draws(epoch, drawn.index, drawn.repeat)
-            for step in range(first, min(first + many, batches), once):
-                here = slice((step - first) * size, (step - first + once) * size)
+            for step in range(first, min(first + many, batches)):
+                here = slice((step - first) * size, (step - first + 1) * size)
                 rows = RankRows(*(part[here] for part in drawn))
                 source.follow(plan, epoch, step, shard.index)
                 if prepare is None:
@@ -397,36 +387,32 @@ class ThreadedLoader:
 
     def _plan(
         self, epoch: int, start: int, prepare: Preparation | None, fetched: deque
-    ) -> Iterator[tuple[Batch, Encoded, int, native.Parts | None]]:
+    ) -> Iterator[tuple[Batch, Encoded, native.Parts | None]]:
         """Plan the crops of batches from `start` on; yield the arguments of `_submit`.
 
         `fetched` holds what is being fetched. There is one more than is needed: the files of a
         folder are read while earlier ones are decoded.
         """
-        step, runs, size = start, self.plan.runs(epoch, start), self._size
+        step, runs = start, self.plan.runs(epoch, start)
         for group in chain(self._fetch(epoch, start, prepare), [None]):
             if group:
                 fetched.append(group)
             if not fetched or (group and len(fetched) == 1):
                 continue
             encoded, rows, u = fetched[0]
-            whole = self._crop(epoch, step, encoded.wait(), rows, u)
+            batch = self._crop(epoch, step, encoded.wait(), rows, u)
             parts = self.source.map_parts(rows.index) if self.score_maps and self._maps else None
-            for n, batch in enumerate(whole.split(len(rows.index) // size)):
-                for run in next(runs):
-                    self.source.read_ahead(*run)
-                yield batch._replace(step=step), encoded, n * size, parts
-                step += 1
+            for run in next(runs):
+                self.source.read_ahead(*run)
+            yield batch, encoded, parts
+            step += 1
             # Removed only afterwards, as in `batches`.
             fetched.popleft()
 
     def _crop(
         self, epoch: int, step: int, encoded: Encoded, rows: RankRows, u: np.ndarray
     ) -> Batch:
-        """Plan the crops of samples from `step` on: one batch of all, without images and maps.
-
-        `u` was drawn for them.
-        """
+        """Plan the crops of batch `step` with the numbers `u`: a batch without images and maps."""
         samples = encoded.samples
         extents = samples["height"], samples["width"]
         shape = self.plan.shape(epoch, step)
@@ -438,25 +424,22 @@ class ThreadedLoader:
         samples["filter"] = np.where(cubic, native.BICUBIC, native.BILINEAR)
         label = torch.from_numpy(self.source.labels[rows.index])
         crops, image = (box, flip, *extents), torch.empty(len(label), 0)
-        return crop_batch(image, label, crops, rows, [None] * 4)._replace(epoch=epoch)
+        return crop_batch(image, label, crops, rows, [None] * 4)._replace(epoch=epoch, step=step)
 
-    def _submit(
-        self, batch: Batch, encoded: Encoded, first: int, parts: native.Parts | None
-    ) -> _Begun:
-        """Submit a batch for decoding: the rows of `encoded` from `first` on."""
+    def _submit(self, batch: Batch, encoded: Encoded, parts: native.Parts | None) -> _Begun:
+        """Submit a batch for decoding."""
         ids = batch.index.numpy()
-        here = slice(first, first + len(ids))
         if parts:
             maps = allocate_maps(len(ids), self.score_maps, self._memory.empty)
             # A map that matches its checksum again holds the same values: 2 % of the loader's time.
             checked = parts.crc is not None and self._checked[ids].all()
             limits = None if checked else self.score_maps.limits
             to = [field.numpy() for field in maps]
-            parts = parts.of(here)._replace(to=to, limits=limits)
+            parts = parts._replace(to=to, limits=limits)
             batch = batch.add_maps(maps)
         shape = self.plan.shape(batch.epoch, batch.step)
-        decoding = self._begin(ids, encoded.samples[here], shape, parts, encoded.keep)
-        return _Begun(decoding, batch, encoded, first)
+        decoding = self._begin(ids, encoded.samples, shape, parts, encoded.keep)
+        return _Begun(decoding, batch, encoded)
 
     def _finish(self, begun: _Begun) -> Batch:
         """Handle the bad samples of a decoded batch, and make tensors of it."""
@@ -518,7 +501,7 @@ class ThreadedLoader:
         # `sample` is a view of the record, so what is assigned to it is in `samples`.
         samples = begun.decoding.job.samples[row : row + 1].copy()
         sample, remedy = samples[0], self.source.remedy
-        if error := begun.encoded.errors.get(begun.first + row):
+        if error := begun.encoded.errors.get(row):
             raise UserError(error)
         if sample["status"] != native.UNSUPPORTED:
             # Only the message of the native decoder distinguishes a damaged map from an image.

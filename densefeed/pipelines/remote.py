@@ -64,7 +64,7 @@ class RemoteSource(FfcvSource):
     storage that cannot be read.
     """
 
-    remedy, locates = "upload the file again, or pack it again", False
+    remedy = "upload the file again, or pack it again"
 
     def __init__(
         self, url: ObjectURL, maps: str | Path | None, cache: Path, cache_bytes: int = 0

@@ -60,14 +60,10 @@ def test_values_of_maps_are_checked_once_or_always_without_checksums(beton, monk
     assert checked == [True] * 3 + [not summed] * 3
 
 
-@pytest.mark.parametrize("planned", [1, 8, 1000])
-@pytest.mark.parametrize("locates", [True, False])
-def test_crops_are_those_of_the_plan_however_many_are_planned_at_once(
-    beton, monkeypatch, planned, locates
-):
-    """In batches of 4, of which several are located at once, or each alone."""
-    monkeypatch.setattr(loader_module, "PLANNED", planned)
-    monkeypatch.setattr(FfcvSource, "locates", locates)
+@pytest.mark.parametrize("drawn", [1, 8, 1000])
+def test_crops_are_those_of_the_plan_however_many_are_drawn_at_once(beton, monkeypatch, drawn):
+    """In batches of 4, of which several are drawn at once, or each alone."""
+    monkeypatch.setattr(loader_module, "DRAWN", drawn)
     source = FfcvSource(beton)
     # Closes the source that it reads.
     for batch in epoch_of(FfcvSource(beton), start=1):

@@ -200,8 +200,12 @@ def check_model(loader: Loader, model: nn.Module, objective: Objective) -> None:
             "score_maps"
         )
     if getattr(model, "with_token_head", False) != needed:
-        has = "has no" if needed else "has a"
-        raise UserError(f"{name} {has} token head; create it with token_head={needed}")
+        if not needed:
+            raise UserError(f"{name} has a token head; create it with token_head=False")
+        raise UserError(
+            f"{name} has no token head; create an lvvit, dhvt or t2t_vit model with "
+            "token_head=True, or take the objective relabel, which any model can train with"
+        )
     if getattr(model, "num_classes", classes) != classes:
         raise UserError(
             f"{name} has {model.num_classes} classes and {loader.path} {classes}; create it with "

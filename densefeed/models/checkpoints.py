@@ -54,9 +54,10 @@ NUMBERS = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool),
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
 )
-# Keys under which a checkpoint holds weights, EMA weights first: ours, timm's two, ours, timm's.
+# Keys under which a checkpoint holds weights, EMA weights first: ours, timm's two, ours, timm's and
+# Lightning's, that of PyTorch's tutorials.
 AVERAGED = ("ema", "state_dict_ema", "model_ema")
-WEIGHTS = (*AVERAGED, "model", "state_dict")
+WEIGHTS = (*AVERAGED, "model", "state_dict", "model_state_dict")
 
 
 class CheckpointError(UserError):
@@ -165,6 +166,20 @@ def select_weights(checkpoint: dict, path: Path) -> dict[str, Tensor]:
     }
 
 
+def unwrap(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Remove what all names begin with, such as `model.` of a LightningModule or `backbone.`.
+
+    A part that names of `model` begin with too stays.
+    """
+    own = {name.partition(".")[0] for name in model.state_dict()}
+    while len(parts := {name.partition(".")[0] for name in weights}) == 1 and not parts & own:
+        rest = {name.partition(".")[2]: tensor for name, tensor in weights.items()}
+        if not all(rest):
+            break
+        weights = rest
+    return weights
+
+
 def check_tensors(tensors: dict[str, object], path: Path) -> None:
     """Raise CheckpointError unless all values are dense tensors of finite numbers."""
     for name, tensor in tensors.items():
@@ -235,6 +250,8 @@ def build(path: Path, model_name: str = "") -> tuple[nn.Module, dict]:
                 twin = build_on_meta(spec)
                 twin.load_state_dict(weights)
             check_tables(twin, path)
+        else:
+            weights = unwrap(weights, build_on_meta(ModelSpec(name, {})))
         model = spec.build() if spec else build_for_weights(name, weights)
         model.load_state_dict(weights)
     except CANNOT_BUILD as error:
@@ -328,7 +345,7 @@ def initialize(model: nn.Module, path: Path) -> str:
     other tensor is missing, unexpected or of another shape.
     """
     checkpoint = load(path)
-    weights = select_weights(checkpoint, path)
+    weights = unwrap(select_weights(checkpoint, path), model)
     # timm applies this function to the weights that it downloads, and not to files.
     filter_fn = getattr(inspect.getmodule(type(model)), "checkpoint_filter_fn", None)
     try:

@@ -47,9 +47,10 @@ def model_arguments(
         if objective.needs_tokens and (many or options.fused_head == "always"):
             kwargs["fused_head"] = True
     elif objective.needs_tokens or objective.setting.mix.mixtoken:
+        instead = "--objective relabel --no-mixtoken" if objective.needs_tokens else "--no-mixtoken"
         raise UserError(
             f"{options.name} has no token head and no MixToken; choose an lvvit, dhvt or t2t_vit "
-            "model, or --objective ce --no-mixtoken"
+            f"model, or {instead}, which any model can train with"
         )
     return kwargs
 

@@ -9,6 +9,7 @@ import math
 import os
 import pickle
 import struct
+from collections import OrderedDict
 from contextlib import nullcontext
 
 import pytest
@@ -142,6 +143,29 @@ def wrap(kind, state, other):
         "ours": {"model": other, "ema": state, "step": 7},
         "ours without EMA": {"model": state, "ema": None, "step": 7},
     }[kind]
+
+
+@pytest.mark.parametrize("prefix", ["model.", "net.", "backbone.", "module.net._orig_mod."])
+@pytest.mark.parametrize("key", ["state_dict", "model_state_dict", ""])
+def test_outside_prefixes_that_all_weights_share_are_removed(tmp_path, prefix, key):
+    """As of a LightningModule, of a class of one's own, and of both and what PyTorch adds."""
+    model = timm.create_model("resnet10t", num_classes=3)
+    weights = {prefix + name: tensor for name, tensor in model.state_dict().items()}
+    path = tmp_path / "wrapped.ckpt"
+    torch.save({key: weights, "epoch": 3} if key else weights, path)
+    built, _ = checkpoints.build(path, "resnet10t")
+    other = timm.create_model("resnet10t", num_classes=3)
+    checkpoints.initialize(other, path)
+    for got in (built, other):
+        assert all(map(torch.equal, got.state_dict().values(), model.state_dict().values()))
+
+
+def test_a_prefix_of_the_model_stays(tmp_path):
+    model = torch.nn.Sequential(OrderedDict(net=torch.nn.Linear(2, 3)))
+    torch.save(model.state_dict(), tmp_path / "x.pth")
+    other = torch.nn.Sequential(OrderedDict(net=torch.nn.Linear(2, 3)))
+    checkpoints.initialize(other, tmp_path / "x.pth")
+    assert torch.equal(other.net.weight, model.net.weight)
 
 
 @pytest.mark.parametrize(

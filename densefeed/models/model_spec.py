@@ -21,7 +21,7 @@ ARGUMENTS = (
     "img_size patch_size in_chans num_classes global_pool embed_dim depth num_heads mlp_ratio stem "
     "stem_width residual_divisor qkv_bias norm_groups post_norm drop_path_rate token_head "
     "fused_head norms embedding affine head_tokens pos_embed feed_forward aggregate shortcut "
-    "published token_dim down pool norm own_weights dims depths drloc pretrained_cfg_overlay "
+    "published token_dim down pool norm own_weights dims depths pretrained_cfg_overlay "
     "drop_rate attn_drop_rate proj_drop_rate pos_drop_rate patch_drop_rate drop_block_rate "
     "head_drop_rate dynamic_img_size dynamic_img_pad strict_img_size window_size window_ratio "
     "embed_dims mlp_ratios num_layers layers class_token no_embed_class reg_tokens pre_norm "

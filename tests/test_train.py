@@ -4,6 +4,8 @@ import hashlib
 import json
 import re
 import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,13 +16,16 @@ from densefeed.models.token_transformer import TokenLogits
 from densefeed.objectives.base import StepContext, step_loss
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.mixing import Mix
+from densefeed.pipelines.open import DataOptions
 from densefeed.pipelines.targets import TargetRules, sparse_targets
 from densefeed.recipes import RECIPES
 from densefeed.storage.images import Images
 from densefeed.system.errors import UserError
 from densefeed.system.options import flag, leaves, with_options
+from densefeed.training import setup
 from densefeed.training.config import Config
 from densefeed.training.evaluation import Metrics
+from densefeed.training.ranks import ALONE
 from densefeed.training.run_checkpoints import Checkpoints
 
 from .runs import first_batch, model_for, objective_for, records, train_loader
@@ -701,9 +706,33 @@ def test_other_classes_in_validation_are_rejected(packed, folder, tmp_path, comm
         == 0
     )
     with pytest.raises(
-        UserError, match=r"name different classes \(2 and 2; class 1 is 'dog' and 'wolf'\)"
+        UserError, match=r"has 1 of 2 classes that .* lacks \(wolf\), which has 2 \(cat, dog\)"
     ):
         training.train(config((packed[0], tmp_path / "v.beton"), tmp_path / "a"))
+
+
+def test_outside_validation_images_may_lack_a_class(folder, tmp_path, capsys):
+    """The classes keep the numbers of training, whichever of them has no images."""
+    some = tmp_path / "some"
+    shutil.copytree(folder, some)
+    shutil.rmtree(some / "val" / "cat")
+    run = setup.setup_run(
+        config((folder, some), tmp_path / "a", loader="folder", objective="ce"), ALONE
+    )
+    assert run.val.class_names == run.loader.class_names == ["cat", "dog"]
+    labels = torch.cat([batch.label for batch in run.val.batches(0)])
+    assert set(labels.tolist()) == {1}
+    assert f"{some} has no images of 1 of the 2 classes of {folder}: cat" in capsys.readouterr().out
+
+
+def test_outside_validation_classes_without_names_are_explained():
+    with pytest.raises(UserError, match="stock FFCV has no class names"):
+        setup.align_classes(
+            DataOptions(train=Path("a"), val=Path("b")),
+            SimpleNamespace(class_names=["cat", "dog"]),
+            SimpleNamespace(class_names=["0", "1"]),
+            None,
+        )
 
 
 def test_maps_with_another_class_count_are_rejected(folder, random_maps, tmp_path):

@@ -293,6 +293,13 @@ class ThreadedLoader:
     def __len__(self) -> int:
         return self.plan.batches
 
+    def renumber(self, class_names: list[str]) -> None:
+        """Number the classes as in `class_names`, which names all of this loader's, and more."""
+        numbers = {name: number for number, name in enumerate(class_names)}
+        new = np.array([numbers[name] for name in self.class_names], np.int64)
+        self.source.labels, self.source.class_names = new[self.source.labels], class_names
+        self.class_names, self.num_classes = class_names, len(class_names)
+
     def close(self) -> None:
         """Stop the threads: samples being decoded are finished, queued ones are dropped."""
         self._pool.close()

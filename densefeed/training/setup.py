@@ -32,6 +32,8 @@ from densefeed.training.student import Student, build_student
 REQUIRED = {"config", "fingerprint", "maps", "step", "microbatch", "skips", "seen", "spent"}
 # Score maps that a resumed run compares.
 CHECKED_MAPS = 64
+# Classes that a message names.
+NAMED = 5
 # Images whose size is compared with the Window of their map.
 CHECKED_WINDOWS = 16
 # A generator that crops at whole pixels differs by up to half of one: 1/600 of an image of 300.
@@ -91,7 +93,8 @@ def setup_run(config: Config, ranks: Ranks) -> Run:
         check_frozen(objective)
     loader = open_loader(data, optim, config.run.seed, objective, "train", ranks)
     val = open_loader(data, optim, config.run.seed, objective, "evaluate", ranks)
-    check_datasets(data, objective, loader, val)
+    align_classes(data, loader, val, ranks)
+    check_datasets(data, objective, loader)
     check_published(data, config.augment.augment_before_crop, objective, loader, ranks)
     maps = checksum_maps(data.on_bad_sample, objective, loader)
     if checkpoint:
@@ -255,17 +258,46 @@ def check_frozen(objective: Objective) -> None:
         )
 
 
-def check_datasets(
-    data: DataOptions, objective: Objective, train: ThreadedLoader, val: ThreadedLoader
+def align_classes(
+    data: DataOptions, train: ThreadedLoader, val: ThreadedLoader, ranks: Ranks
 ) -> None:
-    """Raise UserError where the two sets, the labels and the objective do not fit together."""
-    if train.class_names != val.class_names:
-        pairs = enumerate(zip(train.class_names, val.class_names, strict=False))
-        differ = (f"; class {n} is {one!r} and {two!r}" for n, (one, two) in pairs if one != two)
+    """Number the classes of the validation set as those of the training set, by their names.
+
+    Prints which classes it has no images of. Raises UserError if it has others.
+    """
+    names, found = train.class_names, val.class_names
+    if names == found:
+        return
+    if others := [name for name in found if name not in names]:
         raise UserError(
-            f"{data.train} and {data.val} name different classes ({train.num_classes} and "
-            f"{val.num_classes}{next(differ, '')}); train and validate on the same classes"
+            f"{data.val} has {len(others):,} of {len(found):,} classes that {data.train} lacks "
+            f"({list_some(others)}), which has {len(names):,} ({list_some(names)}); validate on "
+            "the classes of the training set" + explain_numbers(names, found)
         )
+    val.renumber(names)
+    lacking = [name for name in names if name not in found]
+    if lacking and ranks.is_first:
+        print(
+            f"{data.val} has no images of {len(lacking):,} of the {len(names):,} classes of "
+            f"{data.train}: {list_some(lacking)}"
+        )
+
+
+def list_some(names: list[str]) -> str:
+    """Write out the first names of a list."""
+    return ", ".join(names[:NAMED]) + ", ..." * (len(names) > NAMED)
+
+
+def explain_numbers(*sets: list[str]) -> str:
+    """Say what to do where one of two sets has numbers for names, as files that FFCV wrote have."""
+    numbered = [all(map(str.isdecimal, names)) for names in sets]
+    if len(set(numbered)) == 1:
+        return ""
+    return "; a .beton of stock FFCV has no class names: write both sets with the same tool"
+
+
+def check_datasets(data: DataOptions, objective: Objective, train: ThreadedLoader) -> None:
+    """Raise UserError where the labels and the objective do not fit together."""
     if objective.needs_score_maps and train.score_maps is None:
         raise UserError(
             f"{data.train} has no score maps, which --objective {objective.setting.options.name} "

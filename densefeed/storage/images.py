@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import logging
 import math
 import struct
 import warnings
@@ -12,12 +13,13 @@ from typing import Annotated, BinaryIO
 
 import numpy as np
 import tyro
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, TiffImagePlugin, UnidentifiedImageError
 
 from densefeed import native
 from densefeed.storage import datasets, tiff
 from densefeed.storage.geometry import LTRB
 from densefeed.storage.parquet_files import Blocks
+from densefeed.storage.samples import to_rgb
 from densefeed.system.errors import UserError
 from densefeed.system.object_url import ObjectURL
 from densefeed.system.options import Count, Options
@@ -62,6 +64,8 @@ class DecodeOptions(Options):
 max_pixels = native.MAX_PIXELS
 # Pillow warns above half of its limit. Here an image is either read or refused.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+# Without a handler Python would print Pillow's messages, which name no file.
+logging.getLogger("PIL").addHandler(logging.NullHandler())
 
 
 def limit_pixels(pixels: int) -> None:
@@ -95,7 +99,14 @@ def open_image(file: BinaryIO) -> Image.Image:
         if start in (b"II", b"MM") and tiff.count_values(file) > tiff.MOST_VALUES:
             raise OSError(f"its tags hold more than {tiff.MOST_VALUES:,} values")
     file.seek(0)
-    image = Image.open(file, formats=FORMATS)
+    try:
+        image = Image.open(file, formats=FORMATS)
+    except UnidentifiedImageError as error:
+        file.seek(0)
+        if file.read(4) in TiffImagePlugin.PREFIXES:
+            problem = "a TIFF that is damaged or whose kind of samples Pillow does not read"
+            raise OSError(problem) from error
+        raise
     # A tile is decoded as a whole, however small the image is.
     tags = image.tag_v2 if image.format == "TIFF" else {}
     tile = tags.get(TILE_WIDTH, 0) * tags.get(TILE_LENGTH, 0)
@@ -243,17 +254,14 @@ def crop_resize(
 
 
 def decode(encoded: bytes, where: str) -> Image.Image:
-    """Decode an image to RGB; UserError that names `where` if it is damaged or not an image."""
+    """Decode an image to RGB of 8 bits, see `to_rgb`.
+
+    Raises UserError that names `where` if it is damaged, not an image, or of refused samples.
+    """
     try:
-        image = open_image(io.BytesIO(encoded))
-        # Pillow would clip 16 bits to 8, which gives a nearly white image.
-        if image.mode.startswith("I;16"):
-            image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
-        image.load()
-        # A copy of a large image doubles the memory.
-        return image if image.mode == "RGB" else image.convert("RGB")
+        return to_rgb(open_image(io.BytesIO(encoded)), where)
     # A lack of memory is not a fault of the file.
-    except MemoryError:
+    except (MemoryError, UserError):
         raise
     except Exception as error:
         # Pillow does not limit the types of its exceptions: OSError, SyntaxError, ValueError, ...

@@ -198,7 +198,9 @@ def test_there_is_one_limit_of_pixels_and_half_of_it_for_webp_and_tiff(kind):
 LARGEST = {
     "WebP": ("RGB", 6_688, {"format": "WEBP", "method": 0}),
     "TIFF of one strip": ("RGBA", 6_688, {"format": "TIFF", "compression": "tiff_lzw"}),
-    "TIFF of floats": ("F", 6_688, {"format": "TIFF", "compression": "tiff_lzw"}),
+    "TIFF of 16 bits": ("I;16", 6_688, {"format": "TIFF", "compression": "tiff_lzw"}),
+    "PNG of 16 bits": ("I;16", 9_459, {"format": "PNG", "compress_level": 1}),
+    "PGM of 16 bits": ("I;16", 9_459, {"format": "PPM"}),
     "PNG": ("RGBA", 9_459, {"format": "PNG", "compress_level": 1}),
     "CMYK JPEG": ("CMYK", 9_459, {"format": "JPEG"}),
     "progressive JPEG": ("RGB", 9_459, {"format": "JPEG", "progressive": True}),

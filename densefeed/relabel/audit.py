@@ -59,6 +59,8 @@ SAMPLED_ROWS = 20_480
 ROWS_AT_ONCE = 256
 # Rows listed in the evidence of a check.
 MAX_NAMED = 5
+# Accuracy of maps from which token labels gained in every run of the quickstart's recipes.
+GOOD = 0.985
 
 # Fewer rows cannot be compared with their labels.
 MIN_LABELED_ROWS = 100
@@ -830,6 +832,24 @@ def measure_accuracy(store: ScoreMapStore, batch: int = 1024) -> float:
         mean_NK = mean_over_cells(logit, unnamed, maps.cls, header.num_classes)
         right += int((mean_NK.argmax(1) == store.labels[ids]).sum())
     return right / len(store)
+
+
+def judge_accuracy(store: ScoreMapStore) -> str:
+    """Measure the accuracy of stored maps and say what such maps are worth in training, two lines.
+
+    The figures are those of docs/results/quickstart.md, of a trial on photographs of 12 classes,
+    and of NFNet-F6.
+    """
+    accuracy = measure_accuracy(store)
+    verdict = (
+        "good: digit scenes with maps of 99 % gave token-label 0.8 to 3.5 points more than ce"
+        if accuracy >= GOOD
+        else "train the same recipe with --objective ce beside it: digit scenes with maps of 94 "
+        "and 97 % gave token-label no more than ce, 480 photographs with maps of 87 % 18 points "
+        "less (on ImageNet the published teacher is right on 86 % of new images)"
+    )
+    line = f"accuracy of the stored maps against the image labels: {100 * accuracy:.1f} %"
+    return f"{line}\n{verdict}"
 
 
 def check_labels(

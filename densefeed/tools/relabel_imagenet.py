@@ -44,7 +44,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import UseAppendAction
 
-from densefeed.relabel.audit import measure_accuracy
+from densefeed.relabel.audit import judge_accuracy
 from densefeed.relabel.estimates import estimate_pass
 from densefeed.relabel.labeling import Pass, begin_pass
 from densefeed.relabel.load_teacher import load_teacher
@@ -148,8 +148,7 @@ def main(labeling: Labeling) -> None:
         store = label_shards(labeling, is_first)
     if store is not None:
         print(summary(store))
-        accuracy = 100 * measure_accuracy(store)
-        print(f"accuracy of the stored maps against the image labels: {accuracy:.1f} %")
+        print(judge_accuracy(store))
     elif labeling.shard and is_first:
         print(
             f"shards {labeling.shard} of {out} are finished; join them with the others by "

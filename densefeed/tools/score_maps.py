@@ -38,12 +38,11 @@ def fetch_store(url: Location, out: Path, /) -> None:
     if not isinstance(url, ObjectURL):
         raise UserError(f"{url} is no URL; name s3://BUCKET/FOLDER, and a folder for the copy")
     # It imports PyTorch, which the other commands do not need.
-    from densefeed.relabel.audit import measure_accuracy
+    from densefeed.relabel.audit import judge_accuracy
 
     store = fetch(url, out)
     print(summary(store))
-    accuracy = 100 * measure_accuracy(store)
-    print(f"accuracy of the stored maps against the image labels: {accuracy:.1f} %")
+    print(judge_accuracy(store))
 
 
 COMMANDS = {

@@ -15,8 +15,8 @@ import timm
 import torch
 from safetensors.torch import save_file
 
-from densefeed.relabel import labeling
-from densefeed.relabel.audit import measure_accuracy
+from densefeed.relabel import audit, labeling
+from densefeed.relabel.audit import judge_accuracy, measure_accuracy
 from densefeed.relabel.estimates import estimate_pass
 from densefeed.relabel.labeling import begin_pass, score_batches, unfinished_batches
 from densefeed.relabel.rendering import PillowRender
@@ -152,6 +152,16 @@ def test_logits_that_float16_cannot_hold_are_refused(bad):
     logits[0, 1, 1, 2] = bad
     with pytest.raises(UserError, match=r"not finite in float16"):
         to_maps(keep(logits, 2), np.zeros((1, 4), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "said"), [(0.99, "good: "), (0.87, "train the same recipe with --objective ce")]
+)
+def test_outside_the_accuracy_of_maps_is_judged(monkeypatch, accuracy, said):
+    monkeypatch.setattr(audit, "measure_accuracy", lambda store: accuracy)
+    line, verdict = judge_accuracy(None).splitlines()
+    assert line.endswith(f"image labels: {100 * accuracy:.1f} %")
+    assert verdict.startswith(said)
 
 
 def test_impossible_options_are_refused_before_any_work(folder, tmp_path):

@@ -10,6 +10,10 @@ from densefeed.system.collector import pause as _pause
 
 # What was started, and its arguments, for scripts and for `python -m`.
 _started = [_Path(word).name for word in _sys.orig_argv[-len(_sys.argv) :]]
+if _started[:1] == ["densefeed"]:
+    from densefeed.system.errors import end_at_interrupt as _end_at_interrupt
+
+    _end_at_interrupt()
 # To list its subcommands the command `densefeed` needs nothing of this: it takes 0.1 s instead of
 # the 2 s of importing PyTorch.
 if _started not in (["densefeed"], ["densefeed", "-h"], ["densefeed", "--help"]):

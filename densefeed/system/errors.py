@@ -101,12 +101,31 @@ def explain_os_error(error: OSError) -> str:
     return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else text
 
 
+def end_at_interrupt() -> None:
+    """Let Ctrl-C end this process with a line, until `run`: nothing has begun yet.
+
+    Imports take seconds, and a KeyboardInterrupt in them is a traceback.
+    """
+    # Another one was chosen for this process, for example to ignore it.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, end)
+
+
+def end(*_: object) -> None:
+    """Handle SIGINT: end at once, without what Python does when it exits."""
+    with suppress(OSError):
+        os.write(2, b"interrupted\n")
+    os._exit(130)
+
+
 def run(main: Callable[[], object]) -> None:
     """Call `main` as the body of a command.
 
     UserError, OSError and errors of memory end in one sentence on stderr and exit code 2 instead of
     a traceback. A closed pipe exits with 141, Ctrl-C with 130.
     """
+    if signal.getsignal(signal.SIGINT) is end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     open_streams()
     ignore_imports()
     # Names may have characters that the terminal's encoding lacks. In a notebook stdout is not a

@@ -170,3 +170,16 @@ def test_a_url_that_was_read_as_a_path_is_not_said_to_be_missing():
         Path("s3://bucket/weights.pt").read_bytes()
     said = errors.explain_os_error(raised.value)
     assert said.startswith("s3://bucket/weights.pt is in object storage, which is not read here")
+
+
+@pytest.mark.parametrize("package", ["torch", "tyro"])
+def test_outside_ctrl_c_while_packages_are_imported_is_one_word(tmp_path, package):
+    """These packages press it, when the command's first module and its function import them."""
+    pressed = "import os, signal; os.kill(os.getpid(), signal.SIGINT)\n"
+    (tmp_path / f"{package}.py").write_text(pressed)
+    words = sys.executable, "-m", "densefeed", "pack", "--data", "x", "--out", "y"
+    path = f"{tmp_path}:{Path(errors.__file__).parents[2]}"
+    done = subprocess.run(
+        words, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}
+    )
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")

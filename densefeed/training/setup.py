@@ -17,6 +17,7 @@ from densefeed.objectives import build_objective
 from densefeed.objectives.base import Objective
 from densefeed.pipelines.loader import Source, ThreadedLoader
 from densefeed.pipelines.open import DataOptions, Mode, open_dataset
+from densefeed.storage.dataset_names import check_two_classes
 from densefeed.storage.geometry import teacher_window
 from densefeed.system.errors import UserError
 from densefeed.system.terminal import print
@@ -259,6 +260,7 @@ def check_datasets(
     data: DataOptions, objective: Objective, train: ThreadedLoader, val: ThreadedLoader
 ) -> None:
     """Raise UserError where the two sets, the labels and the objective do not fit together."""
+    check_two_classes(data.train, train.class_names)
     if train.class_names != val.class_names:
         pairs = enumerate(zip(train.class_names, val.class_names, strict=False))
         differ = (f"; class {n} is {one!r} and {two!r}" for n, (one, two) in pairs if one != two)

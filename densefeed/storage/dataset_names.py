@@ -91,7 +91,7 @@ def sort_images(home: Path | ObjectURL, files: Iterable[str]) -> list[str]:
     if flat and not paths:
         raise UserError(
             f"the images in {home}, as {min(flat)}, lie in no class folder; make a folder of "
-            "images for each class, or give --dataset list/FILE, a list of paths and labels"
+            "images for each class, or label and pack by a list: --dataset list/FILE"
         )
     if others:
         print(f"{home}: {describe_others(others)}")

@@ -4,6 +4,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +21,15 @@ SPLITS = (("train", "training"), ("val", "valid", "validation", "eval", "evaluat
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 # Stores and batches hold the class ids of score maps in uint16.
 MOST_CLASSES = 65_535
-# Endings that a message lists, and characters of each.
-NAMED, LETTERS = 5, 12
+# Names that systems put into folders, as a whole: those of macOS, Synology, QNAP, Windows and fsck,
+# and all hidden ones (.ipynb_checkpoints, .Trash-0, .thumbnails, ._x.jpg).
+SYSTEM = re.compile(
+    r"(?:^|/)(\.(?!\.?(?:/|$))[^/]*|__MACOSX|@eaDir|@tmp|#recycle|#snapshot|@Recycle|"
+    r"@Recently-Snapshot|\$RECYCLE\.BIN|System Volume Information|lost\+found)(?:/|$)",
+    re.IGNORECASE,
+)
+# Kinds of files that a message lists, and characters of each.
+NAMED, LETTERS = 5, 18
 
 
 def find_synonyms(split: str) -> tuple[str, ...]:
@@ -45,6 +53,7 @@ def choose_home(root: Path | ObjectURL, there: set[str], split: str) -> Path | O
         # A disk may not tell Train from train.
         return name in there or (isinstance(root, Path) and (root / name).is_dir())
 
+    there = {name for name in there if not find_system_entry(name)}
     name = next(filter(is_there, find_synonyms(split)), None)
     if name is None and ("/" in split or there & set().union(*SPLITS)):
         raise UserError(
@@ -54,33 +63,128 @@ def choose_home(root: Path | ObjectURL, there: set[str], split: str) -> Path | O
     return root / name if name else root
 
 
-def sort_images(home: Path | ObjectURL, files: Iterable[str]) -> list[str]:
-    """Return the images among the files of a folder, by their endings, in timm's order.
+def find_system_entry(path: str) -> str:
+    """Return a path up to its first hidden or system name; empty if it has none."""
+    found = SYSTEM.search(path)
+    return path[: found.end(1)] if found else ""
 
-    Prints how many files were left out. UserError for a name that no path can have.
+
+def sort_images(home: Path | ObjectURL, files: Iterable[str]) -> list[str]:
+    """Return the images in class folders among the files below `home`, in timm's order.
+
+    An image is known by its ending. Hidden names and those of systems (SYSTEM) are left out. Prints
+    how many files were left out. UserError for a name that no path can have, and if all images lie
+    in no class folder.
     """
-    paths, others = [], Counter()
+    paths, flat, others, system = [], [], Counter(), set()
     for path in files:
         ending = os.path.splitext(path)[1].lower()
-        if ending not in ENDINGS:
+        # Counted once for a whole folder: on a disk it is not read.
+        if entry := find_system_entry(path):
+            system.add(entry)
+        elif ending not in ENDINGS:
             others[ending] += 1
         elif fault := find_path_fault(path):
             raise UserError(f"{home}/{path}: this name {fault}; rename it")
         else:
-            paths.append(path)
+            (paths if "/" in path else flat).append(path)
+    if flat and not paths:
+        raise UserError(
+            f"the images in {home}, as {min(flat)}, lie in no class folder; make a folder of "
+            "images for each class, or label and pack by a list: --dataset list/FILE"
+        )
     if others:
         print(f"{home}: {describe_others(others)}")
+    if system:
+        print(f"{home}: {describe_system(system)}")
+    if flat:
+        print(f"{home}: images left out that lie in no class folder: {len(flat):,}, as {min(flat)}")
     # Names that are equal to `natural_key`, as 1.jpg and 01.jpg, stay in the order of the disk, as
     # in timm: another one would change the fingerprint of the stores that exist.
     return sorted(paths, key=natural_key)
 
 
-def number_folders(paths: Sequence[str]) -> tuple[np.ndarray, list[str]]:
-    """Number the folders that N images lie in, in timm's order; return int64 `[N]`, and names."""
-    folders = [path.rpartition("/")[0].rpartition("/")[2] for path in paths]
+# ------------------------------------------------------------------------- classes
+
+
+def take_class(path: str) -> str:
+    """Return the first folder of a path, which is its class; empty without a folder."""
+    folder, slash, _ = path.partition("/")
+    return folder if slash else ""
+
+
+def find_classes(paths: Sequence[str], where: object) -> list[str]:
+    """Return the class of each image: the first folder of its path, as in torchvision.
+
+    Deeper folders belong to it; prints how many images lie in such. (timm takes the innermost
+    folder, which merges cat/monday and dog/monday.) UserError if the folders are splits.
+    """
+    deep = [path for path in paths if path.count("/") > 1]
+    folders = list(map(take_class, paths))
+    if deep and set().union(*SPLITS).issuperset(folders) and len(set(folders)) > 1:
+        raise UserError(
+            f"{where} holds splits where class folders should be: {', '.join(sorted(set(folders)))}"
+            "; give each split a folder or file of its own"
+        )
+    if deep:
+        print(
+            f"{where}: the class of an image is its first folder; {len(deep):,} images lie deeper, "
+            f"as {deep[0]} of class {take_class(deep[0])!r}"
+        )
+    return folders
+
+
+def number_folders(paths: Sequence[str], where: object) -> tuple[np.ndarray, list[str]]:
+    """Number the classes of N images by their folders' names, in timm's order.
+
+    Returns int64 `[N]` and the names; see `find_classes`.
+    """
+    folders = find_classes(paths, where)
     names = sorted(set(folders), key=lambda name: (natural_key(name), name))
     number = {name: n for n, name in enumerate(names)}
     return np.array([number[folder] for folder in folders], np.int64), names
+
+
+def begin_at_classes(groups: Sequence[Sequence[str]], where: object = None) -> list[list[str]]:
+    """Remove the folders above the class folders from paths in files, as train/cat/1.jpg.
+
+    These are the folders that all images of a group (a split) share, up to one called as a split,
+    and then those that all groups share. A folder is left to each image that has one. Prints the
+    latter, if `where` names the file: they may be the only class and its subfolders.
+    """
+    starts = []
+    for paths in groups:
+        shared = find_shared_folders(paths)
+        splits = [n for n, name in enumerate(shared, 1) if name in set().union(*SPLITS)]
+        starts.append(max(splits, default=0))
+    cut = [
+        [path.split("/", start)[-1] for path in paths]
+        for paths, start in zip(groups, starts, strict=True)
+    ]
+    shared = find_shared_folders([path for paths in cut for path in paths])
+    if shared and where:
+        print(f"{where}: the classes are the folders in {'/'.join(shared)}, which all images share")
+    start = len(shared)
+    return [[path.split("/", start)[-1] for path in paths] for paths in cut]
+
+
+def find_shared_folders(paths: Sequence[str]) -> list[str]:
+    """Return the folders that all paths begin with, but not the last folder of any path."""
+    if not paths:
+        return []
+    first, last = (path.split("/")[:-1] for path in (min(paths), max(paths)))
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
+    shared = [name for name, _ in pairs]
+    return shared[: max(0, min(path.count("/") for path in paths) - 1)]
+
+
+def check_two_classes(root: object, class_names: Sequence[str]) -> None:
+    """Raise UserError for one class alone, which a classifier cannot learn."""
+    if len(class_names) == 1:
+        raise UserError(
+            f"{root} has one class alone, {class_names[0]!r}; give the folder that holds a folder "
+            "of images for each class"
+        )
 
 
 def check_label(label: object, where: str) -> int:
@@ -95,8 +199,21 @@ def check_label(label: object, where: str) -> int:
 
 def describe_others(others: Counter) -> str:
     """Describe files that were left out, counted by their endings."""
-    common = sorted(others.items(), key=lambda item: (-item[1], item[0]))
-    kinds = [f"{ending[:LETTERS] or 'no ending'} {count:,}" for ending, count in common]
-    more = f" and {len(kinds) - NAMED} more" if len(kinds) > NAMED else ""
     noun = "files with other endings were" if others.total() > 1 else "file with another ending was"
-    return f"{others.total():,} {noun} left out: {', '.join(kinds[:NAMED])}{more}"
+    return f"{others.total():,} {noun} left out: {list_kinds(others)}"
+
+
+def describe_system(entries: Iterable[str]) -> str:
+    """Describe hidden and system files and folders that were left out, by their names."""
+    names = [entry.rpartition("/")[2] for entry in entries]
+    kinds = Counter("._*" if name.startswith("._") else name for name in names)
+    noun = "hidden or system names were" if len(names) > 1 else "hidden or system name was"
+    return f"{len(names):,} {noun} left out: {list_kinds(kinds)}"
+
+
+def list_kinds(counts: Counter) -> str:
+    """List the most frequent kinds and their counts."""
+    common = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    kinds = [f"{kind[:LETTERS] or 'no ending'} {count:,}" for kind, count in common]
+    more = f" and {len(kinds) - NAMED} more" if len(kinds) > NAMED else ""
+    return f"{', '.join(kinds[:NAMED])}{more}"

@@ -38,10 +38,15 @@ from densefeed.storage.dataset_names import (
     ENDINGS,
     MOST_CLASSES,
     SPLITS,
+    begin_at_classes,
     check_label,
     choose_home,
+    describe_system,
+    find_classes,
+    find_system_entry,
     number_folders,
     sort_images,
+    take_class,
 )
 from densefeed.storage.image_shards import read_parquet, read_tar, recognize
 from densefeed.storage.object_images import ObjectImages, read_objects
@@ -110,7 +115,6 @@ class Entry(NamedTuple):
     line: int  # from 1
     path: str
     label: int | None
-    folder: str  # name of the image's folder
 
 
 class TimmDataset(NamedTuple):
@@ -182,8 +186,8 @@ def check_labels(root: Path | ObjectURL, found: Found) -> None:
 def read_folder(root: Path, split: str) -> Listed:
     """Read a folder of class folders, or the one of `split` in it, in timm's order.
 
-    The class of an image is the name of its folder, at any depth. Prints how many files and folders
-    were left out. UserError if there are no images, or links that lead around in a circle.
+    Prints how many files and folders were left out. UserError if there are no images in class
+    folders, or links that lead around in a circle.
     """
     if not root.is_dir():
         raise UserError(f"{root} is not a folder; give a folder of class folders with images in it")
@@ -197,14 +201,15 @@ def read_folder(root: Path, split: str) -> Listed:
             f"{home} holds no images; it should hold one folder of images per class, with the "
             f"endings {' '.join(ENDINGS)}"
         )
-    return Listed(paths, *number_folders(paths), home)
+    return Listed(paths, *number_folders(paths, home), home)
 
 
 def walk(home: Path) -> Iterator[tuple[str, list[str]]]:
     """Yield each folder at or below `home`, relative to it, and the names of its other entries.
 
-    Links are followed. Prints how many folders cannot be read. UserError for a link to a folder
-    above it, and for links that lead to the same folders more than MOST_REPEATS times.
+    Hidden folders and those of systems are such entries: they are not read. Links are followed.
+    Prints how many folders cannot be read. UserError for a link to a folder above it, and for links
+    that lead to the same folders more than MOST_REPEATS times.
     """
     # Not os.walk: it follows links that lead around, and recurses once per level.
     stack, seen, repeats, unread = [("", frozenset())], set(), 0, []
@@ -223,7 +228,8 @@ def walk(home: Path) -> Iterator[tuple[str, list[str]]]:
                 f"same folders more than {MOST_REPEATS:,} times; remove it"
             )
         seen.add(place)
-        below = [entry.name for entry in entries if is_folder(entry)]
+        names = [entry.name for entry in entries if is_folder(entry)]
+        below = [name for name in names if not find_system_entry(name)]
         inside = above | {place}
         stack += [(f"{folder}/{name}" if folder else name, inside) for name in reversed(below)]
         folders = set(below)
@@ -343,11 +349,12 @@ def read_domainnet(root: Path, name: str, split: str) -> Listed:
 
 
 def read_list(root: Path, file: Path, classes: int = 0) -> Listed:
-    """Read a list of lines "path label", or of paths alone, whose folder is the class.
+    """Read a list of lines "path label", or of paths alone, whose class is a folder.
 
     The lists of the other splits beside it (`sibling_lists`) are read for the classes only. Without
-    labels the classes are the folders in all these lists, sorted. With labels there are `classes`
-    classes, or one more than the highest label in all lists.
+    labels the classes are the first folders below those that all images share, sorted, of all these
+    lists; hidden and system names are left out. With labels there are `classes` classes, or one
+    more than the highest label in all lists.
 
     Raises UserError that names an invalid line, also if the first or the last image is not below
     `root`. It only prints how many others are missing, because readers may skip them.
@@ -356,7 +363,7 @@ def read_list(root: Path, file: Path, classes: int = 0) -> Listed:
     own = read_entries(file, most)
     if not own:
         raise UserError(f'{file} names no images; give it lines "path label" or "class/file"')
-    every = list(own)
+    lists = [own]
     for other in sibling_lists(file):
         theirs = read_entries(other, most)
         if theirs and (theirs[0].label is None) != (own[0].label is None):
@@ -367,7 +374,7 @@ def read_list(root: Path, file: Path, classes: int = 0) -> Listed:
                 "folder"
             )
         # They add classes, but no images.
-        every += theirs
+        lists.append(theirs)
     check_paths(root, file, own)
     first = {}
     for entry in own:
@@ -377,11 +384,17 @@ def read_list(root: Path, file: Path, classes: int = 0) -> Listed:
                 f"{file}, line {entry.line} gives {entry.path} the label {entry.label}, "
                 f"and line {earlier.line} the label {earlier.label}; keep one of them"
             )
+    # `find .` writes ./cat/1.jpg.
+    groups = [[entry.path.removeprefix("./") for entry in entries] for entries in lists]
+    own_paths, *other_paths = begin_at_classes(groups, None if own[0].label is not None else file)
     if own[0].label is None:
-        names = sorted({entry.folder for entry in every})
-        labels = np.searchsorted(names, [entry.folder for entry in own])
+        folders = find_classes(own_paths, file)
+        names = sorted({*folders, *(take_class(path) for paths in other_paths for path in paths)})
+        labels = np.searchsorted(names, folders)
     else:
-        names, labels = name_labels(every, classes), [entry.label for entry in own]
+        folders = [take_class(path) for paths in (own_paths, *other_paths) for path in paths]
+        every = [entry.label for entries in lists for entry in entries]
+        names, labels = name_labels(every, folders, classes), [entry.label for entry in own]
     return Listed([entry.path for entry in own], np.array(labels, np.int64), names, root)
 
 
@@ -400,9 +413,10 @@ def sibling_lists(file: Path) -> list[Path]:
 def read_entries(file: Path, most: int) -> list[Entry]:
     """Read the lines of a list, all with labels below `most` or all without.
 
-    Raises UserError that names an invalid line.
+    Without labels, hidden and system names are left out, and counted in a line. Raises UserError
+    that names an invalid line.
     """
-    entries = []
+    entries, system = [], set()
     for number, line in read_lines(file):
         path, *last = line.rsplit(maxsplit=1)
         label = None
@@ -423,8 +437,7 @@ def read_entries(file: Path, most: int) -> list[Entry]:
                 f"{file}, line {number}: {path} {fault}; paths in a list are relative to --data "
                 "and stay below it"
             )
-        folder = Path(path).parent.name
-        if label is None and not folder:
+        if label is None and not take_class(path.removeprefix("./")):
             raise UserError(
                 f"{file}, line {number}: {path} has no label and no folder; "
                 'a line is "path label" or "class/file"'
@@ -435,18 +448,25 @@ def read_entries(file: Path, most: int) -> list[Entry]:
                 f"{entries[0].line} and this one; a label is an integer from 0 to {most - 1:,}, "
                 "fix the list"
             )
-        entries.append(Entry(number, path, label, folder))
+        # A line with a label is meant as it is.
+        if label is None and (entry := find_system_entry(path)):
+            system.add(entry)
+        else:
+            entries.append(Entry(number, path, label))
+    if system:
+        print(f"{file}: {describe_system(system)}")
     return entries
 
 
-def name_labels(entries: Sequence[Entry], classes: int) -> list[str]:
+def name_labels(every: Sequence[int], images_folders: Sequence[str], classes: int) -> list[str]:
     """Return the names of `classes` labels; if 0, of one more than the highest label.
 
-    A label is named after a folder if exactly one of its folders holds no other label's images. (A
-    folder that holds all images of a split names no class.) The other labels are `class 7`, or
-    plain numbers if no label has a name.
+    `every` are the labels of all images, `images_folders` their class folders. A label is named
+    after a folder if exactly one of its folders holds no other label's images. (A folder that holds
+    all images of a split names no class.) The other labels are `class 7`, or plain numbers if no
+    label has a name.
     """
-    pairs = {(entry.label, entry.folder) for entry in entries}
+    pairs = set(zip(every, images_folders, strict=True))
     labels = Counter(folder for _, folder in pairs)
     own = [(label, folder) for label, folder in pairs if folder and labels[folder] == 1]
     folders = Counter(label for label, _ in own)

@@ -12,8 +12,9 @@ paths, labels and order fit too. Otherwise it begins with the shard's name:
 
 tar: the files of a sample have the same name up to the first dot (the key). One is an image; the
 label is the integer in its `.cls`, or `label` in its `.json`; where no sample of the split has
-either, it is the folder of the image in the tar. So layouts of WebDataset, of timm
-(imagenet-1k-wds), of CLIP benchmark, of img2dataset with a label column, and of plain `tar`.
+either, it is the first folder of the image in the tar, below those that all images share. So
+layouts of WebDataset, of timm (imagenet-1k-wds), of CLIP benchmark, of img2dataset with a label
+column, and of plain `tar`.
 
 Parquet: the column of images is a struct of `bytes` and `path`, and that of labels holds integers.
 The metadata of Hugging Face name both, and the classes.
@@ -38,8 +39,10 @@ import numpy as np
 from densefeed.storage.dataset_names import (
     ENDINGS,
     SPLITS,
+    begin_at_classes,
     check_label,
     find_synonyms,
+    find_system_entry,
     natural_key,
     number_folders,
 )
@@ -76,7 +79,8 @@ IMAGE_COLUMNS = "image", "img"
 def recognize(root: Path | ObjectURL, split: str) -> str:
     """Return the kind of the shards in `root`, or an empty string for folders of images.
 
-    A place that holds images too, or folders other than hidden ones, is one of class folders.
+    A place that holds folders too, other than hidden ones and those of systems, is one of class
+    folders. UserError for one that holds shards and images.
     """
     for place in list_places(root, split):
         names, folders = list_names(place)
@@ -84,7 +88,12 @@ def recognize(root: Path | ObjectURL, split: str) -> str:
         kinds = [kind for kind, known in SHARDS.items() if endings.intersection(known)]
         if len(kinds) > 1:
             raise UserError(f"{place} holds tar and Parquet files; give --dataset tar or parquet")
-        if kinds and not folders and not endings.intersection(ENDINGS):
+        if kinds and not folders:
+            if endings.intersection(ENDINGS):
+                raise UserError(
+                    f"{place} holds images beside {kinds[0]} files; move the images into class "
+                    f"folders elsewhere, or give --dataset {kinds[0]} for the files"
+                )
             return kinds[0]
         # The folder of the split is where class folders are looked for.
         if place.name in find_synonyms(split):
@@ -103,14 +112,14 @@ def list_places(root: Path | ObjectURL, split: str) -> list[Path | ObjectURL]:
 
 
 def list_names(place: Path | ObjectURL) -> tuple[list[str], list[str]]:
-    """List the files and the folders in a folder that are not hidden."""
+    """List the files and the folders in a folder; not hidden ones, nor those of systems."""
     if isinstance(place, ObjectURL):
         objects, folders = list_folder(place)
         names = [meta["path"].rpartition("/")[2] for meta in objects]
-        return tuple([n for n in found if not n.startswith(".")] for found in (names, folders))
+        return tuple([n for n in found if not find_system_entry(n)] for found in (names, folders))
     # An error is raised where the folder is read for its images.
     with suppress(OSError):
-        entries = [entry for entry in os.scandir(place) if not entry.name.startswith(".")]
+        entries = [entry for entry in os.scandir(place) if not find_system_entry(entry.name)]
         folders = {entry.name for entry in entries if is_folder(entry)}
         return [entry.name for entry in entries if entry.name not in folders], sorted(folders)
     return [], []
@@ -210,7 +219,8 @@ def read_tar(root: Path | ObjectURL, rest: str, split: str) -> TarImages:
         return TarImages(
             paths, label_N, name_classes((files[0].parent, root), label_N), tars, *places
         )
-    label_N, class_names = number_folders(names)
+    home = files[0].parent
+    label_N, class_names = number_folders(*begin_at_classes([names], home), home)
     # Class folders have the order of such folders on a disk.
     order = sorted(range(len(paths)), key=lambda n: natural_key(paths[n]))
     paths, places = [paths[n] for n in order], [values[order] for values in places]

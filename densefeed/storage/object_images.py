@@ -71,7 +71,7 @@ def read_objects(root: ObjectURL, split: str) -> ObjectImages:
             "of images per class, or with tar or Parquet files"
         )
     found = [sizes[path] for path in paths]
-    return ObjectImages(paths, *number_folders(paths), ObjectStore(home), found)
+    return ObjectImages(paths, *number_folders(paths, home), ObjectStore(home), found)
 
 
 def list_objects(root: ObjectURL) -> dict[str, int]:

@@ -12,7 +12,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple
 
-from densefeed.storage.dataset_names import ENDINGS, check_label
+from densefeed.storage.dataset_names import ENDINGS, check_label, find_system_entry
 from densefeed.storage.shard_file import ShardFile, find_state, open_shard
 from densefeed.storage.tar_files import Member, read_members
 from densefeed.system.errors import UserError
@@ -25,7 +25,7 @@ MOST_CLS, MOST_JSON = 32, 2**20
 # Bytes of a request while an object is indexed: at 20 ms each and 100 MB/s, waiting is a fifth.
 REQUESTED = 2**23
 # The form of a kept index. Change it with the rules of this file: others are then not used.
-FORM = 1
+FORM = 2
 
 
 class TarIndex(NamedTuple):
@@ -154,8 +154,7 @@ def split_name(name: str) -> tuple[str, str]:
     stem, _, extensions = file.partition(".")
     ending = "." + extensions.rpartition(".")[2].lower()
     kind = {".cls": "cls", ".json": "json"}.get(ending, "image" if ending in ENDINGS else "")
-    # Hidden files, such as those that macOS adds for its attributes, have no key.
-    return folder + slash + stem, kind if stem else ""
+    return folder + slash + stem, "" if find_system_entry(name) else kind
 
 
 def read_label(

@@ -50,7 +50,9 @@ from densefeed.pipelines.batch import crop_batch
 from densefeed.pipelines.folder import map_spec
 from densefeed.pipelines.plan import RankRows
 from densefeed.relabel.load_teacher import download
+from densefeed.storage.dataset_names import ENDINGS, natural_key
 from densefeed.storage.geometry import LEAST_CROP, center_box
+from densefeed.storage.image_shards import list_names
 from densefeed.storage.images import (
     DecodeOptions,
     Images,
@@ -191,7 +193,10 @@ def find_images(options: Explanations) -> tuple[list[ImageFile], Images | None]:
     """Return the images to explain, and the last folder among --images. Raises UserError."""
     found, images = [], None
     for path in options.images:
-        if path.is_dir():
+        # Of no class, which a data set must have.
+        if loose := list_loose(path):
+            found += [ImageFile(file, "", 0, None) for file in loose]
+        elif path.is_dir():
             images = Images(path, split=options.split)
             labels = images.labels.tolist()
             found += [
@@ -207,6 +212,13 @@ def find_images(options: Explanations) -> tuple[list[ImageFile], Images | None]:
         raise UserError("--images names no image; give files, or folders of images")
     places = sample_evenly(len(found), options.count or len(found))
     return [found[n] for n in places.tolist()], images
+
+
+def list_loose(folder: Path) -> list[Path]:
+    """Return the images in a folder that has no folders, in the order of a data set."""
+    names, folders = list_names(folder) if folder.is_dir() else ([], [])
+    images = [name for name in names if Path(name).suffix.lower() in ENDINGS]
+    return [] if folders else [folder / name for name in sorted(images, key=natural_key)]
 
 
 class TokenLabels:

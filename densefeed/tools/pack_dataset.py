@@ -114,6 +114,12 @@ def main(packing: Packing) -> None:
         raise UserError("--form planes needs no index; leave out --no-index")
     limit_pixels(packing.max_pixels)
     images = Images(packing.data, packing.dataset, packing.split)
+    # Not refused: a validation split may have images of one class.
+    if len(images.class_names) == 1:
+        print(
+            f"warning: {packing.data} has one class alone, {images.class_names[0]!r}, which cannot "
+            "be trained on; is it the folder that holds a folder of images for each class?"
+        )
     fingerprint, fields = images.fingerprint(), []
     store = open_maps(packing, fingerprint) if packing.maps else None
     notes = {"class_names": images.class_names, "fingerprint": fingerprint}

@@ -52,6 +52,7 @@ from densefeed.relabel.ray_workers import Engine, run_on_ray
 from densefeed.relabel.rendering import NativeRender
 from densefeed.relabel.scoring import Compile, Precision, choose_compile
 from densefeed.relabel.workers import ALL, Share, label
+from densefeed.storage.dataset_names import check_two_classes
 from densefeed.storage.geometry import Geometry
 from densefeed.storage.images import DecodeOptions, Images, limit_pixels
 from densefeed.storage.maintenance import summary
@@ -175,6 +176,7 @@ def begin(labeling: Labeling, shows: bool) -> Pass:
     limit_pixels(labeling.max_pixels)
     device = choose_rank_device(labeling.device)
     images = Images(labeling.data, labeling.dataset, labeling.split)
+    check_two_classes(images.root, images.class_names)
     teacher, name = load_teacher(
         labeling.teacher,
         labeling.model,

@@ -17,6 +17,7 @@ from densefeed.objectives import build_objective
 from densefeed.objectives.base import Objective
 from densefeed.pipelines.loader import Source, ThreadedLoader
 from densefeed.pipelines.open import DataOptions, Mode, open_dataset
+from densefeed.storage.dataset_names import check_two_classes
 from densefeed.storage.geometry import teacher_window
 from densefeed.system.errors import UserError
 from densefeed.system.terminal import print
@@ -263,8 +264,10 @@ def align_classes(
 ) -> None:
     """Number the classes of the validation set as those of the training set, by their names.
 
-    Prints which classes it has no images of. Raises UserError if it has others.
+    Prints which classes it has no images of. Raises UserError if it has others, or if the training
+    set has one class alone.
     """
+    check_two_classes(data.train, train.class_names)
     names, found = train.class_names, val.class_names
     if names == found:
         return

@@ -526,15 +526,17 @@ def test_folders_of_png_and_jpeg_are_in_timms_order(tmp_path, split):
     (home / "linked").symlink_to("a")
     theirs = create_dataset("", root=str(tmp_path), split=split).reader
     images = Images(tmp_path, split=split)
-    assert images.paths == theirs.filenames()
-    where = [images.where(index) for index in range(len(images))]
-    assert where == theirs.filenames(absolute=True)
-    # timm orders classes whose names are equal to its key by chance: a and A.
-    assert sorted(images.class_names) == sorted(theirs.class_to_idx)
-    name_of = dict(map(reversed, theirs.class_to_idx.items()))
+    # timm reads images in no class folder and companion files too.
+    names = zip(theirs.filenames(), theirs.filenames(absolute=True), strict=True)
+    kept = [pair for pair in names if "/" in pair[0] and "/._" not in pair[0]]
+    assert [(path, images.where(n)) for n, path in enumerate(images.paths)] == kept
+    # timm orders classes whose names are equal to its key by chance: a and A. Its class is the
+    # innermost folder: `deep`, of two classes.
+    order = [name for name in theirs.class_to_idx if name not in ("", "deep", "x", "a", "A")]
+    assert [name for name in images.class_names if name not in ("C", "a", "A")] == order
     named = [images.class_names[label] for label in images.labels]
-    assert named == [name_of[label] for _, label in theirs.samples]
-    assert len(images) == 34
+    assert named == [path.partition("/")[0] for path, _ in kept]
+    assert len(images) == 32
 
 
 def test_the_fingerprint_of_a_folder_is_that_of_earlier_versions(tmp_path):
@@ -563,6 +565,108 @@ def test_all_endings_of_torchvision_are_read_and_others_counted(tmp_path, capsys
     )
     assert r".\x1b0 1, .\x1b1 1, " in said
     assert "and 7 more" in said
+
+
+SESSIONS = [f"{c}/s{s}/{n}.jpg" for c in ("Aqua", "Dune") for s in (1, 2) for n in (0, 1)]
+
+
+def test_outside_the_class_is_the_first_folder_as_in_torchvision(tmp_path, capsys):
+    touch(tmp_path, *(f"train/{path}" for path in (*SESSIONS, "Dune/3.jpg")))
+    theirs, images = sets.ImageFolder(tmp_path / "train"), Images(tmp_path)
+    assert images.class_names == theirs.classes == ["Aqua", "Dune"]
+    got = {images.where(n): label for n, label in enumerate(images.labels.tolist())}
+    assert got == dict(theirs.samples)
+    assert capsys.readouterr().out == (
+        f"{tmp_path}/train: the class of an image is its first folder; 8 images lie deeper, as "
+        "Aqua/s1/0.jpg of class 'Aqua'\n"
+    )
+    half = Images(tmp_path, "share/50")
+    assert (half.class_names, len(half)) == (["Aqua", "Dune"], 4)
+    (tmp_path / "some.txt").write_text("Dune\n")
+    chosen = Images(tmp_path, f"classes/{tmp_path / 'some.txt'}")
+    assert (chosen.class_names, len(chosen)) == (["Dune"], 5)
+
+
+@pytest.mark.parametrize(
+    ("lists", "names", "labels", "said"),
+    [
+        ({"train": SESSIONS}, ["Aqua", "Dune"], [0] * 4 + [1] * 4, "8 images lie deeper"),
+        # What all images of a split share is above the classes, but for the last folder.
+        (
+            {"train": [f"train/{p}" for p in SESSIONS], "val": ["val/Dune/s3/1.jpg"]},
+            ["Aqua", "Dune"],
+            [0] * 4 + [1] * 4,
+            "8 images lie deeper",
+        ),
+        ({"val": ["cat/s1/1.jpg"], "train": SESSIONS}, ["Aqua", "Dune", "cat"], [2], "1 images"),
+        ({"all": ["./cat/s1/1.jpg", "./dog/s1/1.jpg"]}, ["cat", "dog"], [0, 1], "lie deeper"),
+        (
+            {"all": ["x/cat/1.jpg", "x/dog/1.jpg"]},
+            ["cat", "dog"],
+            [0, 1],
+            "the classes are the folders in x, which all images share",
+        ),
+        # With labels the folders give only names.
+        ({"all": ["cat/s1/1.jpg 1", "dog/s1/1.jpg 0"]}, ["dog", "cat"], [1, 0], ""),
+        ({"all": ["x/cat/s1/1.jpg 0", "x/dog/s1/1.jpg 1"]}, ["cat", "dog"], [0, 1], ""),
+    ],
+)
+def test_outside_the_class_in_a_list_is_the_first_folder(
+    tmp_path, lists, names, labels, said, capsys
+):
+    for split, lines in lists.items():
+        touch(tmp_path, *(line.split()[0] for line in lines))
+        (tmp_path / f"my_{split}.txt").write_text("\n".join(lines))
+    images = Images(tmp_path, f"list/{tmp_path / f'my_{next(iter(lists))}.txt'}")
+    assert (images.class_names, images.labels.tolist()) == (names, labels)
+    assert said in (out := capsys.readouterr().out)
+    assert said or not out
+
+
+def test_outside_splits_are_no_classes(tmp_path):
+    lines = ["train/cat/1.jpg", "val/dog/2.jpg"]
+    touch(tmp_path, *lines)
+    (tmp_path / "all.txt").write_text("\n".join(lines))
+    with pytest.raises(UserError, match=r"all.txt holds splits where .* train, val; give each"):
+        Images(tmp_path, f"list/{tmp_path / 'all.txt'}")
+
+
+# What systems leave in folders of images, and what a Mac's zip has beside each of them.
+LEFT = [
+    *(f"cat/{name}/1.jpg" for name in (".ipynb_checkpoints", "@eaDir/1.jpg", ".thumbnails")),
+    *(f"{name}/1.jpg" for name in ("__MACOSX/cat", ".Trash-0/files", "lost+found", "#recycle")),
+    *("cat/._1.jpg", "cat/._2.jpg", "dog/._1.jpg", "cat/.hidden.jpg"),
+]
+
+
+def test_outside_what_systems_put_into_folders_is_left_out(tmp_path, capsys):
+    touch(tmp_path, "cat/1.jpg", "dog/1.jpg")
+    before = Images(tmp_path).fingerprint()
+    touch(tmp_path, *LEFT)
+    images = Images(tmp_path)
+    assert (images.class_names, images.paths) == (["cat", "dog"], ["cat/1.jpg", "dog/1.jpg"])
+    assert images.fingerprint() == before
+    assert capsys.readouterr().out == (
+        f"{tmp_path}: 11 hidden or system names were left out: ._* 3, #recycle 1, .Trash-0 1, "
+        ".hidden.jpg 1, .ipynb_checkpoints 1 and 4 more\n"
+    )
+    with pytest.raises(UserError, match="holds cat, dog but no folder 'a/b'"):
+        Images(tmp_path, split="a/b")
+    (tmp_path / "all.txt").write_text("\n".join(["cat/1.jpg", "dog/1.jpg", *LEFT]))
+    listed = Images(tmp_path, f"list/{tmp_path / 'all.txt'}")
+    assert (listed.class_names, listed.paths) == (images.class_names, images.paths)
+    assert "all.txt: 11 hidden or system names were left out: " in capsys.readouterr().out
+
+
+def test_outside_a_flat_folder_is_refused(tmp_path, capsys):
+    touch(tmp_path, "val/2.jpg", "val/1.jpg", "val/metadata.csv")
+    said = r"the images in .*/val, as 1.jpg, lie in no class folder; make .* --dataset list/FILE"
+    for root, dataset in ((tmp_path, ""), (tmp_path / "val", ""), (tmp_path, "share/50")):
+        with pytest.raises(UserError, match=said):
+            Images(root, dataset, split="val")
+    touch(tmp_path, "val/cat/1.jpg", "val/dog/1.jpg")
+    assert Images(tmp_path, split="val").class_names == ["cat", "dog"]
+    assert "images left out that lie in no class folder: 2, as 1.jpg" in capsys.readouterr().out
 
 
 @pytest.fixture

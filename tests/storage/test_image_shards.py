@@ -112,6 +112,43 @@ def test_class_folders_in_a_tar_equal_the_folder(folder, tmp_path):
         assert [got.read(n) for n in range(len(got))] == [want.read(n) for n in range(len(want))]
 
 
+@pytest.mark.parametrize("above", ["", "./", "train/", "photos/train/"])
+def test_outside_the_class_in_a_tar_is_the_first_folder(tmp_path, above, capsys):
+    names = ["bee/s1/0.jpg", "ant/s2/0.jpg", "ant/s1/0.jpg"]
+    write_tar(tmp_path / "0.tar", [(above + name, JPEG) for name in names])
+    images = Images(tmp_path)
+    assert (images.class_names, images.labels.tolist()) == (["ant", "bee"], [0, 0, 1])
+    assert "3 images lie deeper, as bee/s1/0.jpg of class 'bee'" in capsys.readouterr().out
+
+
+def test_outside_splits_in_a_tar_are_no_classes(tmp_path):
+    names = ["train/cat/0.jpg", "train/dog/0.jpg", "val/cat/0.jpg"]
+    write_tar(tmp_path / "0.tar", [(name, JPEG) for name in names])
+    with pytest.raises(UserError, match="holds splits where class folders should be: train, val;"):
+        Images(tmp_path)
+
+
+def test_outside_what_systems_put_into_a_tar_is_left_out(tmp_path, capsys):
+    names = ["ant/0.jpg", "bee/0.jpg", "ant/.ipynb_checkpoints/0.jpg", "__MACOSX/ant/._0.jpg"]
+    write_tar(tmp_path / "0.tar", [(name, JPEG) for name in (*names, "bee/@eaDir/0.jpg/a.jpg")])
+    # Nor do they hide the shards.
+    (tmp_path / "lost+found").mkdir()
+    images = Images(tmp_path)
+    assert (images.class_names, images.paths) == (["ant", "bee"], names[:2])
+    assert "3 other files" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["tar", "parquet"])
+def test_outside_images_beside_shards_are_refused(shards, tmp_path, kind):
+    (tmp_path / "data").mkdir()
+    for file in shards[kind].rglob("*train-*"):
+        (tmp_path / "data" / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "data" / "0.jpg").write_bytes(JPEG)
+    with pytest.raises(UserError, match=f"/data holds images beside {kind} files; move .*{kind} "):
+        Images(tmp_path)
+    assert Images(tmp_path, kind).class_names
+
+
 def test_numbered_names_in_a_tar_have_the_order_of_the_folder(tmp_path):
     names = ["b/10.jpg", "b/2.jpg", "a/1.jpg"]
     write_tar(tmp_path / "0.tar", [(name, name.encode()) for name in names])

@@ -43,6 +43,27 @@ def test_images_equal_those_of_the_folder(folder, remote, split, capsys):
     assert Images(remote / "train").paths == Images(folder).paths
 
 
+def test_outside_classes_of_objects_are_those_of_a_folder(folder, bucket, tmp_path, capsys):
+    store, image = connect(bucket), next(folder.rglob("*.jpg")).read_bytes()
+    names = ["Aqua/s1/0.jpg", "Dune/s1/0.jpg", "Dune/1.jpg", "top.jpg"]
+    system = [".ipynb_checkpoints/0.jpg", "Aqua/@eaDir/0.jpg", "Aqua/@eaDir/1.jpg", "Dune/._0.jpg"]
+    said = []
+    for name in (*names, *system):
+        obstore.put(store, f"nested/train/{name}", image)
+        (tmp_path / "train" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "train" / name).write_bytes(image)
+    for root in (bucket / "nested", tmp_path):
+        images = Images(root)
+        assert (images.class_names, images.labels.tolist()) == (["Aqua", "Dune"], [0, 1, 1])
+        said.append(capsys.readouterr().out.replace(str(root), ""))
+    # The folder of @eaDir counts once in both.
+    assert said[0] == said[1]
+    assert "3 hidden or system names were left out" in said[0]
+    obstore.put(store, "flat/val/0.jpg", image)
+    with pytest.raises(UserError, match=r"flat/val, as 0.jpg, lie in no class folder; make"):
+        Images(bucket / "flat", split="val")
+
+
 def test_labels_and_packed_file_are_equal_bytes_in_spite_of_faults(
     folder, remote, maps, packed, tmp_path, disturb
 ):

@@ -2,6 +2,7 @@
 
 import errno
 import re
+import shutil
 from contextlib import closing
 from dataclasses import asdict
 from html.parser import HTMLParser
@@ -109,6 +110,15 @@ def test_the_model_sees_the_pixels_of_validation(folder, runs, filter):
         difference = seen.pixels.astype(int) - pixels
         assert abs(difference).max() <= 3
         assert abs(difference).mean() < 0.6
+
+
+def test_outside_a_folder_without_class_folders_is_explained(options, folder, tmp_path):
+    for number in (10, 9):
+        shutil.copy(next(folder.rglob("*.jpg")), tmp_path / f"{number}.jpg")
+    (tmp_path / "._9.jpg").touch()
+    files, images = find_images(options(images=(tmp_path,), count=2))
+    assert images is None
+    assert [(file.path.name, file.label) for file in files] == [("9.jpg", ""), ("10.jpg", "")]
 
 
 def test_a_page_and_its_files_hold_the_maps_of_the_functions(options, runs, tmp_path):

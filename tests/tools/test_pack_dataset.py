@@ -25,6 +25,7 @@ from densefeed.storage.images import Images
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError
 from densefeed.tools.pack_dataset import Packing, main
+from densefeed.tools.relabel_imagenet import Labeling, begin
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,6 +50,16 @@ def test_jpegs_keep_every_pixel_and_without_index_every_byte(folder, tmp_path):
             assert mode == JPEG
             assert pixels(stored) == (pixels(images.read(n))[0], index)
             assert (stored == images.read(n)) == (not index)
+
+
+def test_outside_one_class_alone_is_packed_with_a_warning_and_not_labeled(folder, tmp_path, capsys):
+    """A validation split may have images of one class."""
+    data = shutil.copytree(folder / "train" / "cat", tmp_path / "one" / "cat").parent
+    main(Packing(data=data, out=tmp_path / "x.beton"))
+    assert "/one has one class alone, 'cat', which cannot be trained on" in capsys.readouterr().out
+    labeling = Labeling(data=data, teacher=("test_resnet",), out=tmp_path / "maps.h5")
+    with pytest.raises(UserError, match=r"/one has one class alone, 'cat'; give the folder that"):
+        begin(labeling, shows=False)
 
 
 def epoch(path):

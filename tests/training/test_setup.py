@@ -1,5 +1,7 @@
 """Checks of a run's data: are its score maps those that the published label pipeline needs?"""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -99,3 +101,12 @@ def test_steps_get_images_that_were_augmented_before_the_crop(make_run, labels, 
 def test_the_aligned_geometry_takes_any_maps(make_run, capsys):
     make_run("squash", "tail")
     assert "warning" not in capsys.readouterr().err
+
+
+def test_outside_one_class_alone_is_not_trained(folder, micro, tmp_path):
+    for split in ("train", "val"):
+        shutil.copytree(folder / split / "cat", tmp_path / "one" / split / "cat")
+    data = tmp_path / "one"
+    config = with_options(micro(tmp_path / "run"), loader="folder", data=data, val=data)
+    with pytest.raises(UserError, match=r"/one has one class alone, 'cat'; give the folder that"):
+        setup_run(config, ALONE)

@@ -834,8 +834,8 @@ def measure_accuracy(store: ScoreMapStore, batch: int = 1024) -> float:
     return right / len(store)
 
 
-def judge_accuracy(store: ScoreMapStore) -> str:
-    """Measure the accuracy of stored maps and say what such maps are worth in training, two lines.
+def print_accuracy(store: ScoreMapStore) -> None:
+    """Print the accuracy of stored maps and what such maps were worth in trainings.
 
     The figures are those of docs/results/quickstart.md, of a trial on photographs of 12 classes,
     and of NFNet-F6.
@@ -848,8 +848,8 @@ def judge_accuracy(store: ScoreMapStore) -> str:
         "and 97 % gave token-label no more than ce, 480 photographs with maps of 87 % 18 points "
         "less (on ImageNet the published teacher is right on 86 % of new images)"
     )
-    line = f"accuracy of the stored maps against the image labels: {100 * accuracy:.1f} %"
-    return f"{line}\n{verdict}"
+    print(f"accuracy of the stored maps against the image labels: {100 * accuracy:.1f} %")
+    print(verdict)
 
 
 def check_labels(

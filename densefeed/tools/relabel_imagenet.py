@@ -44,7 +44,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import UseAppendAction
 
-from densefeed.relabel.audit import judge_accuracy
+from densefeed.relabel.audit import print_accuracy
 from densefeed.relabel.estimates import estimate_pass
 from densefeed.relabel.labeling import Pass, begin_pass
 from densefeed.relabel.load_teacher import load_teacher
@@ -149,7 +149,7 @@ def main(labeling: Labeling) -> None:
         store = label_shards(labeling, is_first)
     if store is not None:
         print(summary(store))
-        print(judge_accuracy(store))
+        print_accuracy(store)
     elif labeling.shard and is_first:
         print(
             f"shards {labeling.shard} of {out} are finished; join them with the others by "

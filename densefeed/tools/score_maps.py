@@ -38,11 +38,11 @@ def fetch_store(url: Location, out: Path, /) -> None:
     if not isinstance(url, ObjectURL):
         raise UserError(f"{url} is no URL; name s3://BUCKET/FOLDER, and a folder for the copy")
     # It imports PyTorch, which the other commands do not need.
-    from densefeed.relabel.audit import judge_accuracy
+    from densefeed.relabel.audit import print_accuracy
 
     store = fetch(url, out)
     print(summary(store))
-    print(judge_accuracy(store))
+    print_accuracy(store)
 
 
 COMMANDS = {

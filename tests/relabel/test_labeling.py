@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from densefeed.relabel import audit, labeling
-from densefeed.relabel.audit import judge_accuracy, measure_accuracy
+from densefeed.relabel.audit import measure_accuracy, print_accuracy
 from densefeed.relabel.estimates import estimate_pass
 from densefeed.relabel.labeling import begin_pass, score_batches, unfinished_batches
 from densefeed.relabel.rendering import PillowRender
@@ -157,9 +157,10 @@ def test_logits_that_float16_cannot_hold_are_refused(bad):
 @pytest.mark.parametrize(
     ("accuracy", "said"), [(0.99, "good: "), (0.87, "train the same recipe with --objective ce")]
 )
-def test_outside_the_accuracy_of_maps_is_judged(monkeypatch, accuracy, said):
+def test_outside_the_accuracy_of_maps_is_judged(monkeypatch, capsys, accuracy, said):
     monkeypatch.setattr(audit, "measure_accuracy", lambda store: accuracy)
-    line, verdict = judge_accuracy(None).splitlines()
+    print_accuracy(None)
+    line, verdict = capsys.readouterr().out.splitlines()
     assert line.endswith(f"image labels: {100 * accuracy:.1f} %")
     assert verdict.startswith(said)
 

@@ -6,27 +6,22 @@
 `densefeed train RECIPE --help` shows every option (densefeed/training/config.py).
 """
 
-import sys
 import time
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 
 import torch
-import tyro
 
-from densefeed.objectives import check_unused
-from densefeed.recipes import RECIPES
-from densefeed.recipes.recipe import Recipe
+from densefeed.recipes.command_line import read_config
 from densefeed.step import Step
 from densefeed.system import errors
 from densefeed.system.devices import peak_memory, synchronize
 from densefeed.system.malloc import tune_malloc
-from densefeed.system.options import with_options
 from densefeed.system.provenance import write_json
 from densefeed.training.build import flops_shares
 from densefeed.training.captured_update import choose_update
 from densefeed.training.compile import compile_step
-from densefeed.training.config import Config, check_recipe
+from densefeed.training.config import Config
 from densefeed.training.dry_run import dry_run
 from densefeed.training.evaluation import evaluate_sync
 from densefeed.training.guards import explain_oom, signal_handler
@@ -230,29 +225,6 @@ def finish(run: Run, result: dict, clock: RunClock) -> dict:
         write_json(config.run.out / "result.json", result)
         print(f"{config.run.out}: {describe_result(result)}")
     return result
-
-
-def read_config(about: str, **values: object) -> Config:
-    """Read the command line: a recipe's name, then any option.
-
-    `about` is the text of --help; `values` replace those of every recipe.
-    """
-
-    def describe(recipe: Recipe) -> str:
-        """One line of each in the list of recipes; in a recipe's own --help its text."""
-        return recipe.text if recipe.name in sys.argv else recipe.text.partition("\n")[0]
-
-    recipes = {
-        name: (describe(recipe), with_options(recipe(), **values))
-        for name, recipe in RECIPES.items()
-    }
-    check_recipe(sys.argv[1:2], list(recipes))
-    flat = (tyro.conf.OmitArgPrefixes,)
-    with errors.name_stream(errors.STDOUT):
-        config = tyro.extras.overridable_config_cli(recipes, description=about, config=flat)
-    # tyro does not return the name of the recipe that it chose.
-    check_unused(config, recipes[sys.argv[1]][1])
-    return config
 
 
 def main() -> None:

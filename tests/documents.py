@@ -3,7 +3,7 @@
 import shlex
 
 import densefeed.train as training
-from densefeed.recipes import RECIPES
+from densefeed.recipes import RECIPES, command_line
 from densefeed.training.config import Config
 
 from .runs import meta_device, model_for
@@ -19,7 +19,7 @@ def parse(command: str, monkeypatch) -> Config:
     """
     words, given = shlex.split(command), []
     assert words[:2] == ["densefeed", "train"]
-    monkeypatch.setattr(training, "RECIPES", {words[2]: RECIPES[words[2]]})
+    monkeypatch.setattr(command_line, "RECIPES", {words[2]: RECIPES[words[2]]})
     monkeypatch.setattr("sys.argv", [*words[1:], *(FOLDERS if "--data" not in words else [])])
     monkeypatch.setattr(training, "train", given.append)
     training.main()

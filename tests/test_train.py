@@ -18,7 +18,7 @@ from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.mixing import Mix
 from densefeed.pipelines.open import DataOptions
 from densefeed.pipelines.targets import TargetRules, sparse_targets
-from densefeed.recipes import RECIPES
+from densefeed.recipes import RECIPES, command_line
 from densefeed.storage.images import Images
 from densefeed.system.errors import UserError
 from densefeed.system.options import flag, leaves, with_options
@@ -776,7 +776,7 @@ def test_maps_with_another_class_count_are_rejected(folder, random_maps, tmp_pat
 def test_invalid_command_line_prints_an_error_and_exits_with_2(words, said, monkeypatch, capsys):
     # Every call makes all recipes that the command line has.
     few = {name: RECIPES[name] for name in ("lvvit_micro_ce", "nfnet_micro_ce")}
-    monkeypatch.setattr(training, "RECIPES", few)
+    monkeypatch.setattr(command_line, "RECIPES", few)
     monkeypatch.setattr("sys.argv", ["train.py", *words])
     with pytest.raises(SystemExit) as stopped:
         training.command()

@@ -118,7 +118,7 @@ def _read_csv(path: Path) -> Iterator[tuple[str, str, str | None]]:
             # Strict: a quote must be closed in its line.
             (row,) = csv.reader([line], strict=True)
         except csv.Error as error:
-            raise UserError(f"{where} is no CSV ({error}); correct it") from None
+            raise UserError(f"{where} is not valid CSV ({error}); correct it") from None
         cells = [cell.strip() for cell in row]
         if not any(cells):
             continue

@@ -176,6 +176,8 @@ class Worker:
         order = self.shards[at:] + self.shards[:at]
         total = sum(len(shard.rows) for shard in self.shards)
         showing = tally(WORK, total, self.count_done()) if shows else nullcontext(lambda _: None)
+        # Another worker removes the shards once it has made one file of them.
+        done = 0
         with showing as update:
             while left := self.list_left(order):
                 claimed = False
@@ -185,7 +187,8 @@ class Worker:
                     claimed |= self.label(shard, update)
                 if not claimed:
                     time.sleep(min(self.objects.poll_seconds, self.seconds / 4))
-                update(self.count_done())
+                done = max(done, self.count_done())
+                update(done)
         for fault in self.faults.values():
             raise fault
 

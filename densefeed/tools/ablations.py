@@ -6,12 +6,12 @@
 densefeed/recipes/ablations.py has the rows, table by table of the papers.
 
 Each row trains `lvvit_micro` (or `dhvt_micro`), 4 blocks at 64 pixels, for eight epochs: one to two
-minutes on two CPU cores. The rows of Bootstrapping ViTs train `bootstrapping_vit_micro` for forty
-epochs: six minutes, or fifteen with an agent. The printed table has the mean and the standard
-deviation over the seeds, and the figure of each seed; a seed changes scenes, teacher and students.
-Finished steps are kept, so an interrupted call continues; scenes, teacher and score maps are those
-of `densefeed quickstart --seeds`. Such short trainings show that a row works and in which direction
-it may point: differences within the deviations are inconclusive, and regularizers cost accuracy.
+minutes on two CPU cores. The rows `vit*` train for forty epochs: six minutes, or fifteen with a
+second network. The printed table has the mean and the standard deviation over the seeds, and the
+figure of each seed; a seed changes scenes, teacher and students. Finished steps are kept, so an
+interrupted call continues; scenes, teacher and score maps are those of `densefeed quickstart
+--seeds`. Such short trainings show that a row works and in which direction it may point:
+differences within the deviations are inconclusive, and regularizers cost accuracy.
 """
 
 from dataclasses import dataclass

@@ -34,6 +34,7 @@ from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.open import LOADERS, open_dataset
+from densefeed.recipes.command_line import read_config
 from densefeed.step import Step
 from densefeed.system.devices import CORES, choose_device, synchronize
 from densefeed.system.errors import UserError, is_out_of_memory, run
@@ -41,7 +42,6 @@ from densefeed.system.malloc import tune_malloc
 from densefeed.system.options import with_options
 from densefeed.system.progress import steps_bar
 from densefeed.system.terminal import print, print_table
-from densefeed.train import read_config
 from densefeed.training.build import autocast_dtype, build_model
 from densefeed.training.captured_update import choose_update
 from densefeed.training.compile import compile_step

@@ -45,7 +45,7 @@ NUM_OVERLAYS, NUM_DISAGREEMENTS = 12, 24
 PICTURE_SIDE = 224
 # With more classes the page lists the best and the worst.
 FEW_CLASSES = 30
-# While one of these checks has a fault, the agreement with the labels is no measure of the teacher.
+# While one of these checks has a fault, the agreement with the labels does not measure the teacher.
 BEFORE_ACCURACY = ("logits", "images", "class names", "class list", "labels", "rows")
 
 

@@ -36,7 +36,7 @@ def fetch_store(url: Location, out: Path, /) -> None:
         out: the folder of the copy.
     """
     if not isinstance(url, ObjectURL):
-        raise UserError(f"{url} is no URL; name s3://BUCKET/FOLDER, and a folder for the copy")
+        raise UserError(f"{url} is not a URL; name s3://BUCKET/FOLDER, and a folder for the copy")
     # It imports PyTorch, which the other commands do not need.
     from densefeed.relabel.audit import print_accuracy
 

@@ -134,7 +134,7 @@ def truncate_metrics(step: int, path: Path, evaluated: bool = True) -> None:
 def complete_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield number and content of every line of metrics.jsonl, without one that is incomplete.
 
-    A line of more than LONGEST bytes is yielded in part, which is no JSON.
+    A line of more than LONGEST bytes is yielded in part, which cannot be parsed.
     """
     with open_regular(path) as file:
         for number in count(1):

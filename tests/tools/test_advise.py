@@ -9,6 +9,7 @@ from timm.utils import ModelEmaV3
 
 from densefeed import train
 from densefeed.pipelines.augment.augmentation import Augmentation
+from densefeed.recipes import command_line
 from densefeed.step import Step
 from densefeed.system.errors import UserError
 from densefeed.system.options import with_options
@@ -86,7 +87,7 @@ def test_the_recommended_command_trains_what_was_given(monkeypatch):
     configs = []
     monkeypatch.setattr(train, "train", configs.append)
     # Every call makes all recipes that the command line has.
-    monkeypatch.setattr(train, "RECIPES", {RECIPE: train.RECIPES[RECIPE]})
+    monkeypatch.setattr(command_line, "RECIPES", {RECIPE: command_line.RECIPES[RECIPE]})
     for given, places in (([], ("VAL", "RUN")), (["--val", "v", "--out", "o"], ("v", "o"))):
         text = recommend(advice, Throughput(6000, 0.1), [*words, *given], packed=True)
         recommended = shlex.split(text.split("`")[1])
@@ -94,7 +95,7 @@ def test_the_recommended_command_trains_what_was_given(monkeypatch):
         monkeypatch.setattr("sys.argv", recommended[1:])
         train.main()
         monkeypatch.setattr("sys.argv", ["advise", *words, *given])
-        measured = train.read_config("", val=Path("VAL"), out=Path("RUN"))
+        measured = command_line.read_config("", val=Path("VAL"), out=Path("RUN"))
         assert configs.pop() == with_options(measured, loader="ffcv", threads=2)
         assert (str(measured.data.val), str(measured.run.out)) == places
 
@@ -225,8 +226,8 @@ def run(monkeypatch, short_measurements):
 
     def run_words(*words):
         names = [word for word in words if str(word).startswith("lvvit_micro")]
-        chosen = {name: train.RECIPES[name] for name in names}
-        monkeypatch.setattr(train, "RECIPES", chosen)
+        chosen = {name: command_line.RECIPES[name] for name in names}
+        monkeypatch.setattr(command_line, "RECIPES", chosen)
         monkeypatch.setattr("sys.argv", ["densefeed advise", *map(str, words)])
         return advise.main()
 

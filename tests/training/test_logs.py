@@ -53,7 +53,7 @@ def test_accuracy_is_kept_unless_evaluated_again(tmp_path):
     assert [r["kind"] for r in read_records(tmp_path)] == ["train", "val"]
     write_log(tmp_path, ("val", 5, {"top1": 0.5}), step=5, steps=5, evaluated=False)
     assert [r["kind"] for r in read_records(tmp_path)] == ["train", "val"]
-    truncate_metrics(4, tmp_path / "nothing.jsonl")  # a folder without records is no error
+    truncate_metrics(4, tmp_path / "nothing.jsonl")  # a folder without records is valid
     assert not (tmp_path / "nothing.jsonl").exists()
 
 
@@ -84,7 +84,7 @@ DAMAGED = {
 @pytest.mark.parametrize("line", DAMAGED, ids=range(len(DAMAGED)))
 def test_any_damage_of_a_line_is_a_warning(tmp_path, capsys, line):
     path = tmp_path / "metrics.jsonl"
-    # The last line is incomplete, which is no damage.
+    # The last line is incomplete, as after a kill.
     path.write_bytes(RECORD + b"\n" + line + b"\n" + RECORD + b"\n" + RECORD)
     truncate_metrics(9, path)
     assert path.read_bytes() == (RECORD + b"\n") * 2

@@ -21,12 +21,12 @@ from densefeed.step import Step
 from densefeed.system import errors
 from densefeed.system.devices import peak_memory, synchronize
 from densefeed.system.malloc import tune_malloc
-from densefeed.system.options import with_options
+from densefeed.system.options import named_options, with_options
 from densefeed.system.provenance import write_json
 from densefeed.training.build import flops_shares
 from densefeed.training.captured_update import choose_update
 from densefeed.training.compile import compile_step
-from densefeed.training.config import Config, check_recipe
+from densefeed.training.config import Config, check_recipe, choose_sizes
 from densefeed.training.dry_run import dry_run
 from densefeed.training.evaluation import evaluate_sync
 from densefeed.training.guards import explain_oom, signal_handler
@@ -250,9 +250,10 @@ def read_config(about: str, **values: object) -> Config:
     flat = (tyro.conf.OmitArgPrefixes,)
     with errors.name_stream(errors.STDOUT):
         config = tyro.extras.overridable_config_cli(recipes, description=about, config=flat)
+    given = named_options(sys.argv[2:])
     # tyro does not return the name of the recipe that it chose.
-    check_unused(config, recipes[sys.argv[1]][1])
-    return config
+    check_unused(config, recipes[sys.argv[1]][1], given)
+    return choose_sizes(config, given)
 
 
 def main() -> None:

@@ -110,6 +110,8 @@ def setup_run(config: Config, ranks: Ranks) -> Run:
         note = checkpoints.initialize(model, config.model.init)
         if ranks.is_first:
             print(note)
+    elif config.model.init and ranks.is_first:
+        print(f"{out}: continuing from its newest checkpoint; --init is not read again")
     # After the initial weights: the EMA begins as a copy of the model.
     student = build_trainable(config.model, optim, config.run, objective, model, ranks)
     if checkpoint:
@@ -280,8 +282,6 @@ def check_datasets(
         )
 
 
-def check_published(
-    data: DataOptions, before_crop: bool, objective: Objective, loader: ThreadedLoader, ranks: Ranks
 def warn_shared_images(data: DataOptions, train: Source, val: Source) -> None:
     """Warn if images of the validation set are training images too.
 
@@ -312,6 +312,8 @@ def resolve_folders(paths: Sequence[str]) -> Iterator[str]:
     return (os.path.join(resolve(folder), name) for folder, name in map(os.path.split, paths))
 
 
+def check_published(
+    data: DataOptions, before_crop: bool, objective: Objective, loader: ThreadedLoader, ranks: Ranks
 ) -> None:
     """Refuse score maps that differ from those which the published code was run with.
 
@@ -405,7 +407,10 @@ def divide_batch(optim: OptimOptions, ranks: Ranks, before: int = 0) -> OptimOpt
 
 def choose_compile(run: RunOptions, ranks: Ranks) -> RunOptions:
     """Decide what `--compile auto` compiles."""
-    auto = "blocks" if ranks.device.type == "cuda" else "never"
+    cuda = ranks.device.type == "cuda"
+    if run.compile == "graph" and not cuda and ranks.is_first:
+        print("--compile graph is --compile whole on this device, which has no CUDA graphs")
+    auto = "blocks" if cuda else "never"
     return replace(run, compile=auto if run.compile == "auto" else run.compile)
 
 

@@ -114,6 +114,7 @@ def main(packing: Packing) -> None:
         raise UserError("--form planes needs no index; leave out --no-index")
     limit_pixels(packing.max_pixels)
     images = Images(packing.data, packing.dataset, packing.split)
+    images.warn_of_split()
     fingerprint, fields = images.fingerprint(), []
     store = open_maps(packing, fingerprint) if packing.maps else None
     notes = {"class_names": images.class_names, "fingerprint": fingerprint}

@@ -235,6 +235,9 @@ def build(path: Path, model_name: str = "") -> tuple[nn.Module, dict]:
     checkpoint = load(path)
     spec = read_spec(checkpoint, path)
     name = spec.name if spec else model_name
+    # timm's names may end in a tag, as in resnet10t.c3_in1k.
+    if model_name and not model_name.startswith(name):
+        raise CheckpointError(f"{path} holds a model {name}; leave out --model {model_name}")
     if not name:
         raise CheckpointError(f"{path} does not contain its model's name; give it with --model")
     if not is_registered(name):

@@ -4,6 +4,7 @@
 section `objective` of a run's options holds the options of all of them.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import cache
 from typing import Annotated, Any, TypeVar
@@ -17,7 +18,7 @@ from densefeed.objectives.drloc import DRLoc
 from densefeed.objectives.relabel import ReLabel
 from densefeed.objectives.token_labeling import TokenLabeling
 from densefeed.system.errors import UserError
-from densefeed.system.options import Options, flag, leaves, unused_leaves
+from densefeed.system.options import Beside, Options, flag, leaves, unused_leaves
 
 Registered = TypeVar("Registered", bound=type[Objective])
 OBJECTIVES: dict[str, type[Objective]] = {}
@@ -86,18 +87,20 @@ def build_objective(setting: Setting) -> Objective:
     return objective
 
 
-def check_unused(options: Any, defaults: Any) -> None:
-    """Raise UserError for an option unlike its default that has no effect beside the others.
+def check_unused(options: Any, defaults: Any, given: Collection[str] = ()) -> None:
+    """Raise UserError for an option that is given and has no effect beside the others.
 
-    Both are nested options with a section `objective`. Defaults may have no effect: a recipe with
-    its method switched off is its own baseline.
+    Both are nested options with a section `objective`. An option is given if it is unlike its
+    default, or one of `given`, the names on the command line. Others may have no effect: a recipe
+    with its method switched off is its own baseline.
     """
     values, before = dict(leaves(options)), dict(leaves(defaults))
     # An unknown name is refused where the objective is built.
     objective = OBJECTIVES.get(options.objective.name, Objective)
     for name, needed in (objective.unused | unused_leaves(options)).items():
         # A step of one's own has fewer sections than a run.
-        if name in values and values[name] != before[name]:
-            raise UserError(
-                f"{flag(name)} has no effect without {needed}; remove it, or give {needed}"
-            )
+        if name in values and (values[name] != before[name] or name in given):
+            why = f"without {needed}; remove it, or give {needed}"
+            if isinstance(needed, Beside):
+                why = f"beside {needed}; give one of the two"
+            raise UserError(f"{flag(name)} has no effect {why}")

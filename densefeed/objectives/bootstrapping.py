@@ -236,7 +236,13 @@ class BootstrapOptions(Options):
     def unused(self) -> dict[str, str]:
         if self.mode == "none":
             return {name: "--bootstrap" for name, _ in leaves(self) if name != "bootstrap"}
-        return {} if self.mode == "shared" else {"align": "--bootstrap shared"}
+        found = {} if self.mode == "shared" else {"align": "--bootstrap shared"}
+        if not self.distill_weight:
+            found["distill_temperature"] = "--distill-weight"
+        if not self.feature_weight:
+            names = ("feature_blocks", "feature_decay", "feature_norm", "feature_adapt")
+            found |= dict.fromkeys(names, "--feature-weight")
+        return found
 
 
 def parse_agent_arguments(words: Sequence[str]) -> dict[str, object]:

@@ -16,8 +16,9 @@ class CrossEntropy(Objective):
 
     name = "ce"
     unused: ClassVar = dict.fromkeys(
-        ("temperature", "ground_truth", "geometry", "outside"), "--objective relabel or token-label"
-    ) | {"token_weight": "--objective token-label"}
+        ("score_maps", "maps_on_device", "temperature", "ground_truth", "geometry", "outside"),
+        "--objective relabel or token-label",
+    ) | dict.fromkeys(("token_weight", "fused_head"), "--objective token-label")
 
     def check(self) -> None:
         if self.setting.mix.mix_label == "regions":

@@ -72,6 +72,9 @@ class FfcvSource(StoreMaps):
                 f"{len(self.labels):,} of {path} (their labels differ); relabel {path}'s images"
             )
 
+    def files(self, most: int) -> list[str]:
+        return [str(path) for path in self._beton.paths[:most]]
+
     def read_ahead(self, first: int, end: int) -> None:
         self._beton.read_ahead(first, end)
 

@@ -15,7 +15,7 @@ from PIL import Image
 from densefeed import native
 from densefeed.pipelines.batch import ScoreMapSpec, allocate_maps
 from densefeed.pipelines.loader import Encoded, Source
-from densefeed.storage.images import Images, decode
+from densefeed.storage.images import Images, decode, sample_evenly
 from densefeed.storage.score_maps import ScoreMaps, ScoreMapStore
 from densefeed.system.errors import UserError, explain_os_error
 from densefeed.system.progress import bar
@@ -85,6 +85,9 @@ class FolderSource(StoreMaps):
             self._store.check(self.fingerprint, root)
             self.score_maps = score_map_spec(self._store, len(self.class_names))
         self._readers = ThreadPoolExecutor(threads, thread_name_prefix="read")
+
+    def files(self, most: int) -> list[str]:
+        return [self.where(index) for index in sample_evenly(len(self.labels), most).tolist()]
 
     def begin(self, ids: np.ndarray) -> Encoded:
         encoded = Encoded.in_memory(len(ids))

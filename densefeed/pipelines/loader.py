@@ -127,6 +127,13 @@ class Source:
         """Name sample `index` in an error message: its path, or file and number in the file."""
         raise NotImplementedError
 
+    def files(self, most: int) -> list[str]:
+        """Return the paths of up to `most` files of samples, evenly spaced, to compare two sets.
+
+        Several samples of a file may follow its path by their names. Empty: not known.
+        """
+        return []
+
     def blocks(self) -> Blocks | None:
         """Return the order in which training must read a source that is slow in random order."""
 

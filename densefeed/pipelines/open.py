@@ -92,7 +92,8 @@ class DataOptions(DecodeOptions, ThreadOptions):
             )
         if self.sizes and self.multi_scale:
             raise UserError(
-                "--sizes and --multi-scale both set the resolution; give one of the two"
+                "--sizes and --multi-scale both set the resolution; give one of the two, and a "
+                "bare --sizes to remove those of a recipe"
             )
         check_aspects(self.aspects)
 
@@ -116,6 +117,15 @@ class DataOptions(DecodeOptions, ThreadOptions):
         An aspect bucket has about as many pixels as the square of a side.
         """
         return tuple(sorted(set(self.multi_scale) or {side for _, side in self.all_sizes}))
+
+    @property
+    def described_sizes(self) -> str:
+        """The sizes of training and evaluation, for messages."""
+        if self.sides == (self.size,) and not self.aspects:
+            return f"trained and evaluated at {self.size:,} px"
+        sides = " and ".join(f"{side:,}" for side in self.sides)
+        several = f" in {len(self.aspects)} aspects" if self.aspects else ""
+        return f"trained at {sides} px{several}, evaluated at {self.size:,} px"
 
     @property
     def varies(self) -> bool:

@@ -7,9 +7,9 @@ import tyro
 from densefeed.objectives import check_unused
 from densefeed.recipes import RECIPES
 from densefeed.recipes.recipe import Recipe
-from densefeed.system.options import with_options
+from densefeed.system.options import named_options, with_options
 from densefeed.system.terminal import STDOUT, name_stream
-from densefeed.training.config import Config, check_recipe
+from densefeed.training.config import Config, check_recipe, choose_sizes
 
 
 def read_config(about: str, **values: object) -> Config:
@@ -30,6 +30,7 @@ def read_config(about: str, **values: object) -> Config:
     flat = (tyro.conf.OmitArgPrefixes,)
     with name_stream(STDOUT):
         config = tyro.extras.overridable_config_cli(recipes, description=about, config=flat)
+    given = named_options(sys.argv[2:])
     # tyro does not return the name of the recipe that it chose.
-    check_unused(config, recipes[sys.argv[1]][1])
-    return config
+    check_unused(config, recipes[sys.argv[1]][1], given)
+    return choose_sizes(config, given)

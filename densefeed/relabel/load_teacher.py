@@ -63,6 +63,10 @@ def load_teacher(
     sizes = _repeat(sizes, len(sources), "--input-size")
     if min(sizes) < 1:
         raise UserError("--input-size must be at least 1 pixel")
+    if any(models) and not any(map(is_checkpoint, sources)):
+        raise UserError(
+            "--model is timm's name of a checkpoint, and no --teacher is one; remove it"
+        )
     models = _repeat(models or [""], len(sources), "--model")
     class_maps = _repeat(class_maps or [NO_CLASS_MAP], len(sources), "--class-map")
     members = []
@@ -98,15 +102,21 @@ def load_teacher(
     return teacher, joined + (f", {tta_views} views" if tta_views > 1 else "")
 
 
+def is_checkpoint(source: str) -> bool:
+    """Return whether a teacher is a file or a run folder."""
+    path = Path(source)
+    # A missing file of such a name is a wrong path and not an unknown timm model.
+    return path.exists() or path.suffix in (".pt", ".pth", ".tar", ".safetensors")
+
+
 def load_network(source: str, model_name: str, size: int) -> Loaded:
     """Load the network that `source` names, for inputs of `size` pixels.
 
     `model_name` is timm's name for checkpoints that do not contain it.
     """
-    path = Path(source)
-    path = path / "last.pt" if path.is_dir() else path
-    # A missing file of such a name is a wrong path and not an unknown timm model.
-    if path.exists() or path.suffix in (".pt", ".pth", ".tar", ".safetensors"):
+    if is_checkpoint(source):
+        path = Path(source)
+        path = path / "last.pt" if path.is_dir() else path
         model, checkpoint = checkpoints.build(path, model_name)
         # A run may have its own mean and deviation.
         facts = checkpoints.read_facts(checkpoint, path)

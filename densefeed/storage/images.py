@@ -5,6 +5,7 @@ import io
 import logging
 import math
 import struct
+import sys
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from densefeed.storage.samples import to_rgb
 from densefeed.system.errors import UserError
 from densefeed.system.object_url import ObjectURL
 from densefeed.system.options import Count, Options
+from densefeed.system.terminal import print
 
 # Files whose byte size enters the fingerprint. A stat of every file of a network disk takes
 # minutes.
@@ -162,10 +164,25 @@ class Images:
         found = datasets.find(self.root, dataset, split)
         self.paths, self.labels, self.class_names = found.paths, found.labels, found.class_names
         self.open, self.where = found.open, found.where
+        self._split = split
+        # A list is of one split; a folder of class folders has no folders of splits.
+        folder = dataset.partition("/")[0] in ("", "classes", "share")
+        whole = folder and getattr(found, "root", None) == self.root
+        self._reads_split = not (whole or dataset.startswith("list/"))
         self._blocks = getattr(found, "blocks", None)
 
     def __len__(self) -> int:
         return len(self.paths)
+
+    def warn_of_split(self) -> None:
+        """Print that the split is not read, if it is not the default and the set has no splits."""
+        if self._split != "train" and not self._reads_split:
+            print(
+                f"warning: --split {self._split} is not read, because {self.root} holds no splits; "
+                "all of its images are taken",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def blocks(self) -> Blocks | None:
         """Return the order in which training must read them; None if any is fast.

@@ -9,7 +9,7 @@ import ast
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -70,6 +70,10 @@ Location = Annotated[
 ]
 
 
+class Beside(str):
+    """What overrides an option in `Options.unused`, in place of what would give it an effect."""
+
+
 class Options:
     """Base of all classes of options."""
 
@@ -95,6 +99,7 @@ class Options:
         """Return the leaves that these values leave without effect, and what would give them one.
 
         Both as on the command line, the leaf with underscores: `{"momentum": "--optimizer sgd"}`.
+        Where another option overrides the leaf, it is named by `Beside("--frozen-statistics")`.
         """
         return {}
 
@@ -164,6 +169,15 @@ def leaf_name(name: str, hint: Any) -> str:
 def flag(name: str) -> str:
     """Return an option as written on the command line."""
     return f"--{name.replace('_', '-')}"
+
+
+def named_options(words: Iterable[str]) -> set[str]:
+    """Return the options that a command line names, with underscores: `--size=96` is `size`.
+
+    `--no-x` is `no_x`.
+    """
+    names = (word[2:].partition("=")[0] for word in words if word.startswith("--"))
+    return {name.replace("-", "_") for name in names}
 
 
 def leaves(options: Any) -> Iterator[tuple[str, Any]]:

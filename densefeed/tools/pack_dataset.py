@@ -114,6 +114,7 @@ def main(packing: Packing) -> None:
         raise UserError("--form planes needs no index; leave out --no-index")
     limit_pixels(packing.max_pixels)
     images = Images(packing.data, packing.dataset, packing.split)
+    images.warn_of_split()
     # Not refused: a validation split may have images of one class.
     if len(images.class_names) == 1:
         print(

@@ -139,6 +139,8 @@ def main(labeling: Labeling) -> None:
     if labeling.dry_run:
         for line in estimate_pass(begin(labeling, is_first)).lines():
             print(line)
+        if labeling.shard:
+            print(f"--dry-run does not read --shard {labeling.shard}: this is the whole pass")
         return
     if labeling.engine == "ray":
         # Workers take the options without those of the engine.
@@ -177,6 +179,8 @@ def begin(labeling: Labeling, shows: bool) -> Pass:
     device = choose_rank_device(labeling.device)
     images = Images(labeling.data, labeling.dataset, labeling.split)
     check_two_classes(images.root, images.class_names)
+    if shows:
+        images.warn_of_split()
     teacher, name = load_teacher(
         labeling.teacher,
         labeling.model,

@@ -36,7 +36,9 @@ def model_arguments(
         kwargs["drop_path_rate"] = options.drop_path
     if taken := {"num_classes", "token_head"} & options.arguments.keys():
         raise UserError(f"--model-kwargs {min(taken)}: data and objective set it; remove it")
-    # Later than --drop-path, which --model-kwargs may replace.
+    if "fused_head" in options.arguments:
+        raise UserError("--model-kwargs fused_head: --fused-head sets it; give that option")
+    # Later than --drop-path: the recipe's value, which --model-kwargs may replace.
     kwargs |= options.arguments
     # config.json too may come from anywhere, and a report builds its model.
     if forbidden := find_forbidden(kwargs):
@@ -70,6 +72,11 @@ def build_model(
             "knows"
         )
     kwargs = model_arguments(options, objective, num_classes)
+    if (built := kwargs.get("img_size", data.size)) not in (data.size, (data.size, data.size)):
+        raise UserError(
+            f"--model-kwargs img_size={built} has no effect beside --size, which is {data.size}; "
+            "give --size alone"
+        )
     # CNNs take any size; transformers are built for one, and some take others if built for it.
     sized = kwargs | {"img_size": data.size}
     ways = [sized, kwargs]

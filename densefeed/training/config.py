@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,16 +20,19 @@ from densefeed.pipelines.targets import TargetRules
 from densefeed.system.devices import DeviceOptions
 from densefeed.system.errors import UserError
 from densefeed.system.options import (
+    Beside,
     Bounds,
     Count,
     Fraction,
     NonNegative,
     NonNegativeInt,
     Options,
+    flag,
     from_dict,
     leaves,
     own_first,
     parse_arguments,
+    with_options,
 )
 from densefeed.training.optimizers import check_optimizer, has_momentum
 
@@ -61,8 +65,13 @@ class ModelOptions(Options):
     half_residual: bool = False
 
     def unused(self) -> dict[str, str]:
-        drops = self.drop_path or "drop_path_rate" in self.arguments
-        return {} if drops else {"drop_path_form": "--drop-path"}
+        # The mode of evaluation has neither stochastic depth nor statistics of a batch.
+        if self.frozen_statistics:
+            names = "drop_path", "drop_path_form", "sync_batchnorm"
+            return dict.fromkeys(names, Beside("--frozen-statistics"))
+        if "drop_path_rate" in self.arguments:
+            return {"drop_path": Beside("--model-kwargs drop_path_rate")}
+        return {} if self.drop_path else {"drop_path_form": "--drop-path"}
 
     @property
     def arguments(self) -> dict[str, object]:
@@ -214,6 +223,25 @@ def check_recipe(words: list[str], recipes: list[str]) -> None:
     close = ", ".join((like or get_close_matches(word, recipes))[:3])
     remedy = f"choose {close}, or see" if close else "put one first, or see"
     raise UserError(f"the command line {named}; {remedy} densefeed train --help")
+
+
+def choose_sizes(config: Config, given: Collection[str]) -> Config:
+    """Let a `--size` of the command line, whose options are `given`, replace a recipe's `--sizes`.
+
+    UserError if the command line has other sizes too, none of which is this one.
+    """
+    data = config.data
+    if "size" not in given:
+        return config
+    for name in ("sizes", "multi_scale"):
+        if getattr(data, name) and name in given:
+            if data.size in data.sides:
+                return config
+            raise UserError(
+                f"--size {data.size} would be evaluated only, because {flag(name)} sets the sizes "
+                f"of training; give one of the two, or a --size that {flag(name)} names"
+            )
+    return with_options(config, sizes=(), multi_scale=())
 
 
 def check_same_run(config: Config, saved: dict[str, Any]) -> None:

@@ -27,7 +27,8 @@ def dry_run(run: Run) -> None:
     if ranks.is_first:
         maps = ", all score maps" * config.data.maps_on_device
         print(
-            f"dry run: data, labels and recipe fit together; loss {loss:.3f} of {images} images; "
+            f"dry run: data, labels and recipe fit together, {config.data.described_sizes}; loss "
+            f"{loss:.3f} of {images} images; "
             f"gradients, moments{maps} and {takes}, and {free / 1e9:.2f} GB are free on "
             f"{ranks.device}"
         )

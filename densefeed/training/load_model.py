@@ -81,9 +81,6 @@ def open_trained(
         load_raw(model, checkpoint, path)
     given = checkpoints.ModelSpec(model_name, {"num_classes": model.num_classes})
     recipe = checkpoints.read_spec(checkpoint, path) or given
-    # timm's names may end in a tag, as in resnet10t.c3_in1k.
-    if model_name and not model_name.startswith(recipe.name):
-        raise UserError(f"{path} holds a model {recipe.name}; leave out --model {model_name}")
     data = resolve_data_config(model=model)
     names = facts.class_names or imagenet_names(model)
     if names and len(names) != model.num_classes:

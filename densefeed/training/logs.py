@@ -229,12 +229,15 @@ def describe_run(run: Run) -> str:
     optim, extra = config.optim, whole - count
     beside = f", and {extra:,} that {run.objective.flag} trains beside them," if extra else ""
     others = f" and {ranks.size - 1} more" if ranks.size > 1 else ""
+    short = optim.warmup_epochs >= optim.total_epochs
+    warmup = f", not reached in {optim.warmup_epochs:g} epochs of warm-up" if short else ""
     resumed = f"; continuing at step {run.done}" if run.done else ""
     return (
         f"{run.spec.name}: {count:,} parameters{beside} on {ranks.device}{others}; objective "
-        f"{config.objective.name}; {run.loader.plan.num_samples:,} images, {optim.total_epochs} "
-        f"epochs of {len(run.loader)} steps; peak lr {optim.peak_lr:.2g} = {optim.lr:.2g} x "
-        f"{optim.batch} / {optim.lr_batch}{resumed}"
+        f"{config.objective.name}; {run.loader.plan.num_samples:,} images, "
+        f"{config.data.described_sizes}; {optim.total_epochs} epochs of {len(run.loader)} steps; "
+        f"peak lr {optim.peak_lr:.2g} = {optim.lr:.2g} x {optim.batch} / {optim.lr_batch}"
+        f"{warmup}{resumed}"
     )
 
 

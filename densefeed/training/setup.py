@@ -1,8 +1,11 @@
 """Set up a run: open, check and build everything that its first step needs."""
 
+import os
 import sys
 import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -37,6 +40,8 @@ CHECKED_MAPS = 64
 NAMED = 5
 # Images whose size is compared with the Window of their map.
 CHECKED_WINDOWS = 16
+# Training files that are looked for among those of the validation set, and most of the latter.
+COMPARED_FILES, MOST_FILES = 1024, 2**17
 # A generator that crops at whole pixels differs by up to half of one: 1/600 of an image of 300.
 WINDOW_ERROR = 2e-3
 RELABEL = (
@@ -96,6 +101,8 @@ def setup_run(config: Config, ranks: Ranks) -> Run:
     val = open_loader(data, optim, config.run.seed, objective, "evaluate", ranks)
     align_classes(data, loader, val, ranks)
     check_datasets(data, objective, loader)
+    if ranks.is_first:
+        warn_shared_images(data, loader.source, val.source)
     check_published(data, config.augment.augment_before_crop, objective, loader, ranks)
     maps = checksum_maps(data.on_bad_sample, objective, loader)
     if checkpoint:
@@ -107,6 +114,8 @@ def setup_run(config: Config, ranks: Ranks) -> Run:
         note = checkpoints.initialize(model, config.model.init)
         if ranks.is_first:
             print(note)
+    elif config.model.init and ranks.is_first:
+        print(f"{out}: continuing from its newest checkpoint; --init is not read again")
     # After the initial weights: the EMA begins as a copy of the model.
     student = build_trainable(config.model, optim, config.run, objective, model, ranks)
     if checkpoint:
@@ -308,6 +317,36 @@ def check_datasets(data: DataOptions, objective: Objective, train: ThreadedLoade
         )
 
 
+def warn_shared_images(data: DataOptions, train: Source, val: Source) -> None:
+    """Warn if images of the validation set are training images too.
+
+    Sets of equal fingerprints are the same. Others are compared by the files that hold their
+    samples: up to 131,072 of the validation set with up to 1,024 of the training set.
+    """
+    share = 1.0
+    if train.fingerprint != val.fingerprint:
+        own = set(resolve_folders(val.files(MOST_FILES)))
+        sampled = train.files(COMPARED_FILES)
+        hits = sum(path in own for path in resolve_folders(sampled))
+        if not hits:
+            return
+        count = len(sampled) if len(sampled) < COMPARED_FILES else len(train.labels)
+        share = min(1.0, hits / len(sampled) * count / len(own))
+    about = "" if share == 1 else f"about {100 * share:.0f} % of "
+    print(
+        f"warning: {about}the images of --val {data.val} are training images of --data "
+        f"{data.train} too, so its accuracy is not that of new images; give --val other images",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def resolve_folders(paths: Sequence[str]) -> Iterator[str]:
+    """Yield absolute paths without links in their folders; a folder is looked up once."""
+    resolve = cache(os.path.realpath)
+    return (os.path.join(resolve(folder), name) for folder, name in map(os.path.split, paths))
+
+
 def check_published(
     data: DataOptions, before_crop: bool, objective: Objective, loader: ThreadedLoader, ranks: Ranks
 ) -> None:
@@ -403,7 +442,10 @@ def divide_batch(optim: OptimOptions, ranks: Ranks, before: int = 0) -> OptimOpt
 
 def choose_compile(run: RunOptions, ranks: Ranks) -> RunOptions:
     """Decide what `--compile auto` compiles."""
-    auto = "blocks" if ranks.device.type == "cuda" else "never"
+    cuda = ranks.device.type == "cuda"
+    if run.compile == "graph" and not cuda and ranks.is_first:
+        print("--compile graph is --compile whole on this device, which has no CUDA graphs")
+    auto = "blocks" if cuda else "never"
     return replace(run, compile=auto if run.compile == "auto" else run.compile)
 
 

@@ -369,6 +369,15 @@ def test_a_cut_file_or_a_folder_is_refused_with_a_remedy(tmp_path):
         checkpoints.load(tmp_path / "folder")
 
 
+def test_outside_name_of_another_model_than_a_run_holds_is_refused(tmp_path):
+    spec = checkpoints.ModelSpec("test_resnet", {"num_classes": 2})
+    content = {"model": spec.build().state_dict(), "recipe": spec._asdict()}
+    path = save(content, tmp_path / "run.pt")
+    checkpoints.build(path, "test_resnet")
+    with pytest.raises(checkpoints.CheckpointError, match=r"holds a model test_.*--model resnet18"):
+        checkpoints.build(path, "resnet18")
+
+
 def test_of_hundreds_of_missing_weights_the_first_are_named(tmp_path):
     path = save({"model": {"no.such": torch.zeros(1)}}, tmp_path / "none.pt")
     with pytest.raises(

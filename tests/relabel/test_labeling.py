@@ -406,6 +406,11 @@ def test_the_command_dry_runs(settings, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["teacher.safetensors"]
 
 
+def test_outside_dry_run_says_that_it_does_not_read_the_shard(settings, capsys):
+    relabel_imagenet.main(replace(settings, dry_run=True, shard="0/2"))
+    assert "--dry-run does not read --shard 0/2: this is the whole" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("mode", "want"), [("auto", False), ("never", False), ("whole", True)])
 def test_the_command_compiles_as_its_option_says(settings, monkeypatch, mode, want):
     """On a CPU; what `auto` means on a GPU is tested beside `choose_compile`."""

@@ -56,6 +56,12 @@ def load(*sources, models=(), sizes=(64,), class_maps=(), geometry="squash", tta
     return load_teacher(sources, models, sizes, class_maps, names, geometry, tta_views, tiles)
 
 
+@pytest.mark.parametrize("source", ["my_teachers:Pair", "test_resnet"])
+def test_outside_model_of_a_teacher_that_is_not_a_checkpoint_is_refused(here, source):
+    with pytest.raises(UserError, match="no --teacher is one; remove it"):
+        load_teacher([source], ["resnet18"], [96], [], ["cat", "dog"], "squash", 1, 1)
+
+
 def test_a_users_module_with_a_class_map(here):
     teacher, name = load("my_teachers:three", class_maps=["map.json"])
     assert re.fullmatch(r"my_teachers:three by map.json [0-9a-f]{8}", name)

@@ -480,3 +480,14 @@ def test_an_outdated_index_is_rewritten_even_with_no_index(folder, tmp_path):
 def test_verify_needs_files():
     with pytest.raises(UserError, match=r"no \.beton file was named"):
         verify_files(())
+
+
+def test_outside_split_of_a_folder_without_splits_is_said_not_to_be_read(folder, tmp_path, capsys):
+    (tmp_path / "names.txt").write_text("val/cat/000.jpg 0\n")
+    out = dict(out=tmp_path / "x.beton", split="val")
+    for data, dataset in ((folder / "val", ""), (folder, f"list/{tmp_path / 'names.txt'}")):
+        main(Packing(data=data, dataset=dataset, **out))
+        assert "warning: --split val is not read, because" in capsys.readouterr().err
+        (tmp_path / "x.beton").unlink()
+    main(Packing(data=folder, **out))
+    assert "--split" not in capsys.readouterr().err

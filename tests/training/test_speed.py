@@ -135,7 +135,10 @@ def test_dry_run_writes_nothing_and_is_short(micro, tmp_path, capsys):
     began = time.process_time()  # wall-clock time depends on other processes
     assert training.train(micro(tmp_path / "run", dry_run=True)) == {}
     assert time.process_time() - began < 10
-    assert "dry run: data, labels and recipe fit together; loss " in capsys.readouterr().out
+    assert (
+        "dry run: data, labels and recipe fit together, trained and evaluated at 32 px; loss "
+        in capsys.readouterr().out
+    )
     assert list(tmp_path.iterdir()) == []
     training.train(micro(tmp_path / "run", dry_run=True, maps_on_device=True, compile="whole"))
     assert (

@@ -1,5 +1,6 @@
 """Names and numbers that datasets have in common: splits, classes, labels, image files."""
 
+import hashlib
 import os
 import re
 from collections import Counter
@@ -20,6 +21,8 @@ SPLITS = (("train", "training"), ("val", "valid", "validation", "eval", "evaluat
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 # Stores and batches hold the class ids of score maps in uint16.
 MOST_CLASSES = 65_535
+# Images whose paths are hashed or compared at once.
+MOST_NAMES = 2**14
 # Endings that a message lists, and characters of each.
 NAMED, LETTERS = 5, 12
 
@@ -81,6 +84,23 @@ def number_folders(paths: Sequence[str]) -> tuple[np.ndarray, list[str]]:
     names = sorted(set(folders), key=lambda name: (natural_key(name), name))
     number = {name: n for n, name in enumerate(names)}
     return np.array([number[folder] for folder in folders], np.int64), names
+
+
+def hash_images(paths: Sequence[str], labels: np.ndarray, sizes: Iterable[int | None] = ()) -> str:
+    """Hash all paths and labels in order, then the byte `sizes` of sampled files, by SHA-256.
+
+    None is the size of a file that cannot be opened.
+    """
+    digest = hashlib.sha256()
+    # In parts: the text of all images would take 140 bytes of memory for each.
+    for start in range(0, len(paths), MOST_NAMES):
+        part = slice(start, start + MOST_NAMES)
+        names = zip(paths[part], labels[part].tolist(), strict=True)
+        text = "\n".join(f"{path}\t{label}" for path, label in names)
+        digest.update((f"\n{text}" if start else text).encode())
+    for size in sizes:
+        digest.update(b"unreadable" if size is None else str(size).encode())
+    return digest.hexdigest()
 
 
 def check_label(label: object, where: str) -> int:

@@ -10,6 +10,7 @@ so nothing is ever merged. relabel/workers.py writes such folders; FORMAT.md des
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -94,7 +95,10 @@ def find_manifest_fault(values: dict) -> str | None:
     for number, shard in enumerate(values["shards"]):
         if not is_shard(shard):
             return f"shard {number} is impossible"
-    return None
+    files = Counter(shard["file"] for shard in values["shards"])
+    # The name of a shard is a hash of its images.
+    (file, count), *_ = files.most_common(1)
+    return f"it names {file} {count} times" if count > 1 else None
 
 
 def is_shard(shard: object) -> bool:

@@ -26,6 +26,8 @@ from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError
 from densefeed.tools.pack_dataset import Packing, main
 
+from ..stores import write_reordered
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -469,3 +471,12 @@ def test_an_outdated_index_is_rewritten_even_with_no_index(folder, tmp_path):
 def test_verify_needs_files():
     with pytest.raises(UserError, match=r"no \.beton file was named"):
         verify_files(())
+
+
+def test_outside_maps_in_another_order_are_not_packed(folder, random_maps, tmp_path):
+    images = Images(folder)
+    rows = np.arange(len(images))[::-1]
+    out = write_reordered(tmp_path / "m.h5", images, random_maps(len(rows), 6, 2, 2), rows)
+    with pytest.raises(UserError, match=r"m\.h5 has .* maps of other images than .*relabel"):
+        main(Packing(data=folder, out=tmp_path / "packed.beton", maps=out))
+    assert not (tmp_path / "packed.beton").exists()

@@ -23,7 +23,7 @@ import numpy as np
 from densefeed.storage.row_codecs import FormError
 from densefeed.storage.store_file import Arrays, StoreFile, StoreHeader
 from densefeed.system.errors import UserError
-from densefeed.system.files import allow_open_files, name_errors, open_regular
+from densefeed.system.files import allow_open_files, check_own_folder, name_errors, open_regular
 from densefeed.system.json_files import read_json
 from densefeed.system.object_url import ObjectURL, find_url
 
@@ -149,6 +149,7 @@ class StoreFolder:
 
     def __init__(self, path: Path) -> None:
         self.path, self.manifest = path, read_manifest(path)
+        check_own_folder(path / "shards")
         self.header, shards = self.manifest.header, self.manifest.shards
         # Rows are read by threads of the native library, so all files stay open.
         allow_open_files(len(shards))

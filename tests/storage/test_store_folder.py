@@ -247,3 +247,14 @@ def test_outside_shards_in_another_order_are_refused(stores, folder, tmp_path, c
     (out / MANIFEST).write_text(json.dumps(values))
     with pytest.raises(UserError, match=rf"{MANIFEST}: it names shards/.* 2 times; {REMEDY}"):
         ScoreMapStore(out)
+
+
+def test_outside_a_linked_folder_of_shards_is_refused(stores, tmp_path):
+    """The folder itself may be a link, to another disk."""
+    out, linked = shutil.copytree(stores["raw"][1], tmp_path / "maps"), tmp_path / "linked"
+    linked.symlink_to(out)
+    assert len(ScoreMapStore(linked)) == 11
+    (out / "shards").rename(tmp_path / "shards")
+    (out / "shards").symlink_to(tmp_path / "shards")
+    with pytest.raises(UserError, match=r"maps/shards must be a folder, and is a link; remove it"):
+        ScoreMapStore(out)

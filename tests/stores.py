@@ -29,6 +29,22 @@ def write_store(
     return path
 
 
+def write_reordered(path: Path, images: Images, maps: ScoreMaps, rows: np.ndarray) -> Path:
+    """Write a finished store of `rows` of `images`, under the fingerprint of all of them."""
+    side, top_k = maps.logit.shape[2:]
+    header = make_header(
+        side=side,
+        top_k=top_k,
+        num_classes=max(top_k, len(images.class_names)),
+        fingerprint=images.fingerprint(),
+        class_names=tuple(images.class_names),
+    )
+    writer = ScoreMapWriter(path, header, [images.paths[row] for row in rows], images.labels[rows])
+    writer.write(np.arange(len(rows)), maps.select(rows))
+    writer.finish()
+    return path
+
+
 # Values that no teacher produces, under checksums that are right: name of the fault, and what
 # writes them to row `n` of ScoreMaps of `K` classes.
 BAD_VALUES = {

@@ -10,6 +10,7 @@ from densefeed.pipelines.batch import ScoreMapSpec
 from densefeed.pipelines.folder import StoreMaps, score_map_spec
 from densefeed.pipelines.loader import Encoded
 from densefeed.storage.beton import MAP_FIELDS, Beton, name_classes
+from densefeed.storage.dataset_names import hash_images
 from densefeed.storage.images import decode
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError
@@ -63,13 +64,17 @@ class FfcvSource(StoreMaps):
                 f"{path} leaves out {notes['left_out']} images that could not be packed, so {maps} "
                 "has other rows; pack the maps into it with densefeed pack --maps"
             )
-        if notes:
-            self._store.check(self.fingerprint, path)
         # A file that FFCV itself wrote has no fingerprint: only its labels can be compared.
-        if not np.array_equal(self._store.labels, self.labels):
+        if not notes:
+            self._store.check_rows(self.labels, None, path)
+            return
+        self._store.check(self.fingerprint, self.labels, None, path)
+        # The file has no paths but their hash, and those of earlier versions not even that.
+        names = notes.get("names")
+        if names is not None and names != hash_images(self._store.paths(), self._store.labels):
             raise UserError(
-                f"{maps} has {len(self._store):,} maps of other images than the "
-                f"{len(self.labels):,} of {path} (their labels differ); relabel {path}'s images"
+                f"{maps} has the maps of the images of {path} in another order; label the images "
+                "again, or pack the maps into it with densefeed pack --maps"
             )
 
     def files(self, most: int) -> list[str]:

@@ -82,7 +82,7 @@ class FolderSource(StoreMaps):
         self.fingerprint = self._images.fingerprint()
         if maps is not None:
             self._store = ScoreMapStore(maps)
-            self._store.check(self.fingerprint, root)
+            self._store.check(self.fingerprint, self.labels, self._images.paths, root)
             self.score_maps = score_map_spec(self._store, len(self.class_names))
         self._readers = ThreadPoolExecutor(threads, thread_name_prefix="read")
 

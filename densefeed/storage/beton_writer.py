@@ -40,6 +40,7 @@ from densefeed.system.files import (
     create_locked,
     make_folder,
     name_errors,
+    open_own,
     sync_folder,
     write_at,
 )
@@ -193,8 +194,7 @@ class BetonWriter:
             os.ftruncate(self.descriptors[0], 0)
             line, records = json.dumps(identity).encode(), b""
             write_at(self.descriptors[0], line + b"\n", 0)
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-        self.descriptors.append(os.open(self.part, flags, 0o666))
+        self.descriptors.append(open_own(self.part, os.O_RDWR | os.O_CREAT))
         self._next_row = len(line) + 1
         self._resume(line, records, identity)
 

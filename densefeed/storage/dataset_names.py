@@ -1,5 +1,6 @@
 """Names and numbers that datasets have in common: splits, classes, labels, image files."""
 
+import hashlib
 import os
 import re
 from collections import Counter
@@ -30,6 +31,8 @@ SYSTEM = re.compile(
 )
 # Kinds of files that a message lists, and characters of each.
 NAMED, LETTERS = 5, 18
+# Images whose paths are hashed or compared at once.
+MOST_NAMES = 2**14
 
 
 def find_synonyms(split: str) -> tuple[str, ...]:
@@ -185,6 +188,23 @@ def check_two_classes(root: object, class_names: Sequence[str]) -> None:
             f"{root} has one class alone, {class_names[0]!r}; give the folder that holds a folder "
             "of images for each class"
         )
+
+
+def hash_images(paths: Sequence[str], labels: np.ndarray, sizes: Iterable[int | None] = ()) -> str:
+    """Hash all paths and labels in order, then the byte `sizes` of sampled files, by SHA-256.
+
+    None is the size of a file that cannot be opened.
+    """
+    digest = hashlib.sha256()
+    # In parts: the text of all images would take 140 bytes of memory for each.
+    for start in range(0, len(paths), MOST_NAMES):
+        part = slice(start, start + MOST_NAMES)
+        names = zip(paths[part], labels[part].tolist(), strict=True)
+        text = "\n".join(f"{path}\t{label}" for path, label in names)
+        digest.update((f"\n{text}" if start else text).encode())
+    for size in sizes:
+        digest.update(b"unreadable" if size is None else str(size).encode())
+    return digest.hexdigest()
 
 
 def check_label(label: object, where: str) -> int:

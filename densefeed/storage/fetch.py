@@ -28,9 +28,12 @@ from densefeed.storage.store_folder import (
 from densefeed.system.errors import UserError
 from densefeed.system.files import (
     cache_folder,
+    is_irregular,
+    is_own,
     lock,
     make_folder,
     name_errors,
+    open_own,
     remove_any,
     replace_file,
 )
@@ -63,9 +66,10 @@ def make_local(place: Path | ObjectURL, cache: Path | None = None) -> Path:
         remove_any(copy)
     make_folder(copy)
     for path in (copy / "lock", copy / MANIFEST):
-        if path.is_dir():
+        if is_irregular(path):
             remove_any(path)
-    with name_errors(copy), open(copy / "lock", "a+b") as file:
+    descriptor = open_own(copy / "lock", os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    with name_errors(copy), open(descriptor, "r+b") as file:
         lock(file.fileno(), copy, fcntl.LOCK_EX)
         # Who held the lock before has written which manifest it has compared, and when.
         file.seek(0)
@@ -101,7 +105,8 @@ def copy_store(
 ) -> None:
     """Copy the shards for whose paths `is_here` is False, and the manifest; remove other shards."""
     url = objects.root
-    if not (out / SHARDS).is_dir():
+    # Also a link to a folder, whose files are not of this copy.
+    if not (out / SHARDS).is_dir() or (out / SHARDS).is_symlink():
         remove_any(out / SHARDS)
 
     def copy(shard: StoredShard) -> bool:
@@ -164,7 +169,7 @@ def check_copy(out: Path, manifest: Manifest) -> None:
 
 def has_size(path: Path, shard: StoredShard) -> bool:
     """Whether there is a regular file of the shard's size."""
-    return path.is_file() and path.stat().st_size == shard.bytes
+    return is_own(path) and path.stat().st_size == shard.bytes
 
 
 def is_whole(path: Path, shard: StoredShard) -> bool:

@@ -1,6 +1,5 @@
 """Read images: encoded bytes, label and path of any dataset that timm reads, in a fixed order."""
 
-import hashlib
 import io
 import logging
 import math
@@ -18,6 +17,7 @@ from PIL import Image, TiffImagePlugin, UnidentifiedImageError
 
 from densefeed import native
 from densefeed.storage import datasets, tiff
+from densefeed.storage.dataset_names import hash_images
 from densefeed.storage.geometry import LTRB
 from densefeed.storage.parquet_files import Blocks
 from densefeed.storage.samples import to_rgb
@@ -29,8 +29,6 @@ from densefeed.system.terminal import print
 # Files whose byte size enters the fingerprint. A stat of every file of a network disk takes
 # minutes.
 SIZED_FILES = 1024
-# Images whose paths are hashed at once.
-HASHED_ROWS = 2**14
 # What is read, whatever the file's name says: the formats of torchvision's ImageFolder, and GIF.
 # Pillow opens 43, some of them by other programs: EPS runs Ghostscript.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM")
@@ -220,16 +218,9 @@ class Images:
         files of them.
         """
         rows = range(len(self)) if rows is None else rows
-        digest = hashlib.sha256()
-        # In parts: the text of all images would take 140 bytes of memory for each.
-        for start in range(rows.start, rows.stop, HASHED_ROWS):
-            part = slice(start, min(start + HASHED_ROWS, rows.stop))
-            names = zip(self.paths[part], self.labels[part].tolist(), strict=True)
-            text = "\n".join(f"{path}\t{label}" for path, label in names)
-            digest.update((text if start == rows.start else f"\n{text}").encode())
-        for size in self.sample_sizes(rows, sized).values():
-            digest.update(b"unreadable" if size is None else str(size).encode())
-        return digest.hexdigest()
+        part = slice(rows.start, rows.stop)
+        sizes = self.sample_sizes(rows, sized).values()
+        return hash_images(self.paths[part], self.labels[part], sizes)
 
     def sample_sizes(self, rows: range | None = None, sized: int = SIZED_FILES) -> FileSizes:
         """Return the byte sizes of the files that `fingerprint` samples, by their rows.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from densefeed.storage.dataset_names import hash_images
 from densefeed.storage.row_codecs import (
     ErrorSum,
     Form,
@@ -27,10 +28,12 @@ from densefeed.storage.score_maps import (
     palette_sizes,
     row_crcs,
 )
+from densefeed.storage.shard_plan import PLAN, read_plan
 from densefeed.storage.store_file import StoreFile, StoreHeader
 from densefeed.storage.store_folder import REMEDY, check_local_rows, find_changed, read_manifest
 from densefeed.system.errors import UserError
 from densefeed.system.files import check_absent, drop_cache, replace_file, write_at
+from densefeed.system.object_folder import ObjectFolder
 from densefeed.system.progress import bar
 from densefeed.system.terminal import print
 
@@ -274,6 +277,21 @@ def disorder(store: ScoreMapStore, ids: np.ndarray, maps: ScoreMaps) -> dict[str
     }
 
 
+def has_other_rows(store: ScoreMapStore) -> bool | None:
+    """Whether the rows are not those of the fingerprint, by their labels and paths in order.
+
+    None where that is not known: the fingerprint also covers the sizes of sampled files, which are
+    in the plan of a labeling. A file or a copy has no plan, and another labeling may have begun.
+    """
+    if not store.path.is_dir() or not (store.path / PLAN).exists():
+        return None
+    plan = read_plan(ObjectFolder(store.path))
+    if plan.header.fingerprint != store.header.fingerprint:
+        return None
+    found = hash_images(store.paths(), store.labels, plan.sizes.values())
+    return found != store.header.fingerprint
+
+
 def verify_files(files: tuple[Path, ...], /) -> None:
     """Read every row of score map files and name the first bad rows of each.
 
@@ -295,7 +313,8 @@ def verify_files(files: tuple[Path, ...], /) -> None:
             print(f"{shard} {what} {REMEDY}")
         try:
             store = ScoreMapStore(path)
-            faults = verify(store)
+            faults, named = verify(store), store.names_match()
+            other_rows = has_other_rows(store) if named else False
         except UserError as error:
             bad.append(str(path))
             # What to do about a shard that cannot be opened was said.
@@ -303,10 +322,13 @@ def verify_files(files: tuple[Path, ...], /) -> None:
                 print(error)
             continue
         print(summary(store))
-        parts = [] if store.names_match() else ["labels or paths"]
+        parts = [] if named else ["labels or paths"]
         if parts:
             print(f"{path}: its labels and paths do not match their checksum")
         parts += [f"{len(changed):,} shards"] * bool(changed)
+        if other_rows:
+            parts.append("rows of other images")
+            print(f"{path}: its rows are not the images of its fingerprint in order; {REMEDY}")
         for row, found in list(faults.items())[:NAMED]:
             print(f"{path}: row {row} ({store.image_path(row)}) {' and '.join(found)}")
         if len(faults) > NAMED:
@@ -315,7 +337,8 @@ def verify_files(files: tuple[Path, ...], /) -> None:
         if parts:
             bad.append(f"{path} ({', '.join(parts)})")
         else:
-            print(f"{path}: no faults")
+            rest = "; `densefeed audit` with --data compares the order of its rows with the images"
+            print(f"{path}: no faults{rest if other_rows is None else ''}")
     if bad:
         raise UserError(
             f"faults were found in {', '.join(bad)}; they are listed above, copy the file again or "

@@ -36,8 +36,11 @@ import numpy as np
 from densefeed.storage.beton import Extents, front_ranges
 from densefeed.system.errors import UserError
 from densefeed.system.files import (
+    is_irregular,
+    is_own,
     make_folder,
     name_errors,
+    open_own,
     remove_any,
     replace_file,
     reserve_space,
@@ -88,17 +91,18 @@ class CachedFiles:
                 f"{error.filename} is a file, where a folder of local copies is needed; remove it, "
                 "or name another folder with --cache"
             ) from None
+        # A link may lead to a file that is not of a copy.
         for name in ("lock", "users", OBJECTS, "index"):
-            if (self.folder / name).is_dir():
+            if is_irregular(self.folder / name):
                 remove_any(self.folder / name)
         with name_errors(self.folder):
             self._lock, self._users = (
-                os.open(self.folder / name, os.O_RDWR | os.O_CREAT, 0o600)
+                open_own(self.folder / name, os.O_RDWR | os.O_CREAT, 0o600)
                 for name in ("lock", "users")
             )
             with self.locked():
                 sums = self._read_sums()
-                if sums is None or not all(path.is_file() for path in self.paths):
+                if sums is None or not all(map(is_own, self.paths)):
                     self._start_over()
                 else:
                     self._mend(sums)
@@ -164,7 +168,7 @@ class CachedFiles:
     def _fetch_front(self, file: RemoteFile, path: Path) -> int:
         """Make a sparse file and fetch all of it but the samples; return the CRC-32 of that."""
         crc = 0
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = open_own(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             os.ftruncate(descriptor, file.size)
             for at, stop in front_parts(descriptor, file.size):
@@ -183,7 +187,7 @@ def has_front(path: Path, size: int, crc: int) -> bool:
     if path.stat().st_size != size:
         return False
     found = 0
-    with open(path, "rb", buffering=0) as file:
+    with open(open_own(path), "rb", buffering=0) as file:
         for at, stop in front_parts(file.fileno(), size):
             found = zlib.crc32(os.pread(file.fileno(), stop - at, at), found)
     return found == crc
@@ -225,9 +229,9 @@ class SampleCache:
             self._index = open_map(copy.folder / "index", count, np.dtype("<u8"))
             self._pins_path = copy.folder / f"pins.{os.getpid()}.{secrets.token_hex(4)}"
             self._pins = open_map(self._pins_path, count, np.dtype("u1"))
-            self._pins_lock = os.open(self._pins_path, os.O_RDWR)
+            self._pins_lock = open_own(self._pins_path, os.O_RDWR)
             fcntl.flock(self._pins_lock, fcntl.LOCK_EX)
-            self._descriptors += [os.open(path, os.O_RDWR) for path in copy.paths]
+            self._descriptors += [open_own(path, os.O_RDWR) for path in copy.paths]
         # Present since before this process, so not known to be on the disk.
         self._unverified = self._index != 0
         free, here = os.statvfs(copy.folder), int(self._room[self._unverified].sum())
@@ -294,13 +298,14 @@ class SampleCache:
         for path in self._copy.folder.glob("pins.*"):
             if path == self._pins_path:
                 continue
-            descriptor = os.open(path, os.O_RDWR)
+            descriptor = open_own(path, os.O_RDWR)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # Its process has ended.
                 path.unlink()
             except BlockingIOError:
-                held |= np.memmap(path, np.uint8, "r") != 0
+                with open(descriptor, "rb", closefd=False) as file:
+                    held |= np.memmap(file, np.uint8, "r") != 0
             finally:
                 os.close(descriptor)
         return held
@@ -379,7 +384,7 @@ def check_disjoint(copy: CachedFiles, extents: Extents) -> None:
 
 def open_map(path: Path, count: int, dtype: np.dtype) -> np.memmap:
     """Open numbers that processes share in a file; new ones are 0."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = open_own(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         # On a full disk, a store to a page that is not allocated would be SIGBUS.
         with name_errors(path):

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import h5py
 import numpy as np
 
+from densefeed.storage.dataset_names import MOST_NAMES
 from densefeed.storage.geometry import are_windows
 from densefeed.storage.row_codecs import FormError, ScoreMaps, code_levels, row_sizes, unpack
 from densefeed.storage.store_file import (
@@ -335,10 +336,18 @@ class ScoreMapStore:
         """Whether the maps are of the dataset of this fingerprint."""
         return fingerprint == self.header.fingerprint
 
-    def check(self, fingerprint: str, where: Path, split: str = "") -> None:
-        """Raise UserError unless the maps are of the dataset at `where`; see `describes`.
+    def check(
+        self,
+        fingerprint: str,
+        labels: np.ndarray,
+        paths: list[str] | None,
+        where: Path,
+        split: str = "",
+    ) -> None:
+        """Raise UserError unless the maps are of the dataset at `where`, row by row.
 
-        `split` is what the command's `--split` has chosen there.
+        `fingerprint`, `labels` and `paths` are those of the images, see `describes` and
+        `check_rows`; `split` is what the command's `--split` has chosen there.
         """
         if not self.describes(fingerprint):
             raise UserError(
@@ -348,6 +357,39 @@ class ScoreMapStore:
                 "its images were labeled under the same names, run `densefeed score-maps "
                 "select`"
             )
+        self.check_rows(labels, paths, where)
+
+    def check_rows(self, labels: np.ndarray, paths: list[str] | None, where: Path) -> None:
+        """Raise UserError unless row n is the map of image n of `where`, by its label and path.
+
+        `paths` is None where the images have none. A row belongs to an image by its number alone,
+        and the fingerprint in the header is not computed from the rows. Every path is read: 36 MB
+        and 0.3 s on one core for the 1.28 million images of ImageNet-1k, where hashing the paths of
+        the images takes 0.5 s.
+        """
+        if len(self) != len(labels):
+            raise self._others(len(labels), where, "their numbers differ")
+        if not np.array_equal(self.labels, labels):
+            raise self._others(len(labels), where, "their labels differ")
+        if paths is None:
+            return
+        for start, block in self._file.blocks("path"):
+            # In parts, which bounds the memory.
+            for at in range(0, len(block), MOST_NAMES):
+                stored, first = block[at : at + MOST_NAMES].tolist(), start + at
+                names = paths[first : first + len(stored)]
+                wanted = [name.encode(errors="surrogateescape") for name in names]
+                if stored != wanted:
+                    row = first + next(n for n, name in enumerate(wanted) if stored[n] != name)
+                    difference = f"row {row} is of {self.image_path(row)}, not of {paths[row]}"
+                    raise self._others(len(labels), where, difference)
+
+    def _others(self, count: int, where: Path, difference: str) -> UserError:
+        """Return the error for rows that are not those of the `count` images of `where`."""
+        return UserError(
+            f"{self.path} has {len(self):,} maps of other images than the {count:,} of {where} "
+            f"({difference}); relabel {where}"
+        )
 
 
 class RecordedFile(io.RawIOBase):

@@ -42,7 +42,7 @@ from densefeed.storage.store_folder import (
     is_shard,
 )
 from densefeed.system.errors import UserError
-from densefeed.system.files import scratch_folder
+from densefeed.system.files import check_own_folder, scratch_folder
 from densefeed.system.json_files import parse_json
 from densefeed.system.leases import FOLDER as LEASES
 from densefeed.system.leases import LEASE_SECONDS, list_holders
@@ -269,6 +269,7 @@ def remove_shard(objects: Objects, name: str, there: Iterable[str]) -> None:
         if file.startswith(f"{name}-"):
             objects.remove(f"{SHARDS}/{file}")
     if isinstance(objects, ObjectFolder):
+        check_own_folder(objects.root / PARTS)
         for path in (objects.root / PARTS).glob(f"{name}.*"):
             path.unlink(missing_ok=True)
 

@@ -37,6 +37,7 @@ from densefeed.system.files import (
     lock,
     make_folder,
     name_errors,
+    open_own,
     sync_folder,
 )
 from densefeed.system.object_folder import ObjectFolder
@@ -81,7 +82,7 @@ def write_file(out: Path, form: Form) -> ScoreMapStore | None:
     """
     folder = shards_folder(out)
     # Not the folder itself, which NFS does not lock.
-    with name_errors(folder), open(folder / MANIFEST, "r+b") as file:
+    with name_errors(folder), open(open_own(folder / MANIFEST, os.O_RDWR), "r+b") as file:
         lock(file.fileno(), folder, fcntl.LOCK_EX)
         if out.exists():
             return None

@@ -10,6 +10,7 @@ so nothing is ever merged. relabel/workers.py writes such folders; FORMAT.md des
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +23,7 @@ import numpy as np
 from densefeed.storage.row_codecs import FormError
 from densefeed.storage.store_file import Arrays, StoreFile, StoreHeader
 from densefeed.system.errors import UserError
-from densefeed.system.files import allow_open_files, name_errors, open_regular
+from densefeed.system.files import allow_open_files, check_own_folder, name_errors, open_regular
 from densefeed.system.json_files import read_json
 from densefeed.system.object_url import ObjectURL, find_url
 
@@ -94,7 +95,10 @@ def find_manifest_fault(values: dict) -> str | None:
     for number, shard in enumerate(values["shards"]):
         if not is_shard(shard):
             return f"shard {number} is impossible"
-    return None
+    files = Counter(shard["file"] for shard in values["shards"])
+    # The name of a shard is a hash of its images.
+    (file, count), *_ = files.most_common(1)
+    return f"it names {file} {count} times" if count > 1 else None
 
 
 def is_shard(shard: object) -> bool:
@@ -145,6 +149,7 @@ class StoreFolder:
 
     def __init__(self, path: Path) -> None:
         self.path, self.manifest = path, read_manifest(path)
+        check_own_folder(path / "shards")
         self.header, shards = self.manifest.header, self.manifest.shards
         # Rows are read by threads of the native library, so all files stay open.
         allow_open_files(len(shards))

@@ -16,7 +16,13 @@ from densefeed.storage.dataset_names import ENDINGS, check_label, find_system_en
 from densefeed.storage.shard_file import ShardFile, find_state, open_shard
 from densefeed.storage.tar_files import Member, read_members
 from densefeed.system.errors import UserError
-from densefeed.system.files import cache_folder, find_path_fault, make_folder, replace_file
+from densefeed.system.files import (
+    cache_folder,
+    find_path_fault,
+    make_folder,
+    read_own,
+    replace_file,
+)
 from densefeed.system.json_files import parse_json
 from densefeed.system.object_url import ObjectURL
 
@@ -88,8 +94,9 @@ def save_index(index: TarIndex, kept: Path) -> None:
 def load_index(kept: Path) -> TarIndex | None:
     """Read an index; None if there is none, or it is damaged."""
     try:
-        digest, _, content = kept.read_bytes().partition(b"\n")
-    except OSError:
+        digest, _, content = read_own(kept).partition(b"\n")
+    # Then it is written again, in place of whatever has its name.
+    except (OSError, UserError):
         return None
     if hashlib.sha256(content).hexdigest().encode() != digest:
         return None

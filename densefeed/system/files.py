@@ -32,6 +32,12 @@ NO_FOLDER_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES)
 # Files that a process has open beside many of one kind: images, libraries, sockets of workers.
 SPARE_FILES = 512
 
+# Errors of opening a link without following it (the second one on FreeBSD), a socket or a pipe that
+# nobody reads, and a folder for writing.
+NOT_REGULAR = (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.EISDIR)
+# Bytes of a small file of ours: leases, plans, records, indices.
+MOST_OWN = 2**26
+
 # Bytes of a path and of a name in it (Linux: PATH_MAX with the zero byte, NAME_MAX).
 MOST_PATH, MOST_NAME = 4095, 255
 # Bytes of a line of a list: more than a path has.
@@ -74,13 +80,63 @@ def open_regular(path: Path | str) -> BufferedReader:
         if error.errno == errno.ENXIO:
             raise OSError(None, problem, str(path)) from None
         raise
-    mode = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(mode):
+    found = os.fstat(descriptor)
+    if is_regular(found):
         return open(descriptor, "rb")
     os.close(descriptor)
-    if stat.S_ISDIR(mode):
+    if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     raise OSError(None, problem, str(path))
+
+
+def open_own(path: Path | str, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
+    """Open a file whose name is ours, and not the user's; return its descriptor.
+
+    UserError unless it is a regular file, no link followed: a link may lead to a file that is not
+    ours, a named pipe would wait, and a device may never end. FileNotFoundError as `os.open`.
+    """
+    problem = f"{path} must be a regular file, and is a link, pipe, device or folder; remove it"
+    try:
+        flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(path, flags, mode)
+    except OSError as error:
+        if error.errno not in NOT_REGULAR:
+            raise
+        raise UserError(problem) from None
+    if is_regular(os.fstat(descriptor)):
+        return descriptor
+    os.close(descriptor)
+    raise UserError(problem)
+
+
+def read_own(path: Path | str) -> bytes:
+    """Return the content of a small file whose name is ours; UserError as `open_own`."""
+    with open(open_own(path), "rb") as file:
+        content = file.read(MOST_OWN + 1)
+    if len(content) > MOST_OWN:
+        raise UserError(f"{path} is damaged (it has more than {MOST_OWN:,} bytes); remove it")
+    return content
+
+
+def is_regular(found: os.stat_result) -> bool:
+    """Whether a status is that of a regular file."""
+    return stat.S_ISREG(found.st_mode)
+
+
+def is_own(path: Path) -> bool:
+    """Whether `path` is a regular file, and not a link to one."""
+    return os.path.lexists(path) and is_regular(os.lstat(path))
+
+
+def is_irregular(path: Path) -> bool:
+    """Whether there is a link, pipe, device or folder where a file of ours is expected."""
+    return os.path.lexists(path) and not is_regular(os.lstat(path))
+
+
+def check_own_folder(path: Path) -> None:
+    """Raise UserError if a folder whose name is ours is a link: what it leads to is not ours."""
+    if path.is_symlink():
+        raise UserError(f"{path} must be a folder, and is a link; remove it")
 
 
 def read_lines(
@@ -174,7 +230,7 @@ def check_regular(path: Path) -> None:
 
     A link may lead to any file, and to open a pipe may wait without end.
     """
-    if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+    if is_irregular(path):
         raise UserError(f"{path} is not a regular file; remove it or choose another --out")
 
 
@@ -315,12 +371,13 @@ def lock(descriptor: int, path: Path, operation: int = fcntl.LOCK_EX | fcntl.LOC
 def open_locked(
     path: Path, flags: int = os.O_RDWR, operation: int = fcntl.LOCK_EX | fcntl.LOCK_NB
 ) -> int:
-    """Open a file for reading and writing, with an exclusive lock.
+    """Open a file for reading and writing, or a folder (O_RDONLY), with an exclusive lock.
 
-    Raises BusyError if another process holds the lock, FileNotFoundError if the file is gone.
+    Raises BusyError if another process holds the lock, FileNotFoundError if the file is gone, and
+    UserError for a file as `open_own`.
     """
     while True:
-        descriptor = os.open(path, flags, 0o666)
+        descriptor = open_own(path, flags) if flags & os.O_RDWR else os.open(path, flags)
         try:
             lock(descriptor, path, operation)
             if is_named(descriptor, path):
@@ -342,7 +399,7 @@ def create_locked(path: Path) -> int:
     while True:
         # Another process may finish with the file, and remove it, before it is locked here.
         with suppress(FileNotFoundError):
-            return open_locked(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+            return open_locked(path, os.O_RDWR | os.O_CREAT)
 
 
 def remove_orphans(path: Path, folders: bool = False) -> None:
@@ -382,7 +439,7 @@ def name_once(part: Path, path: Path) -> bool:
         # Else two processes could both find the name free.
         descriptor = open_locked(path.parent, os.O_RDONLY, fcntl.LOCK_EX)
         try:
-            if path.exists():
+            if os.path.lexists(path):
                 return False
             os.replace(part, path)
         finally:

@@ -127,7 +127,7 @@ class Lease:
         def renew_until_end() -> None:
             while not end.wait(self.seconds / RENEWALS):
                 # `report` renews it, or raises, if no renewal succeeds in time.
-                with suppress(OSError):
+                with suppress(OSError, UserError):
                     self.renew()
 
         thread = threading.Thread(target=renew_until_end, name="lease", daemon=True)
@@ -138,7 +138,7 @@ class Lease:
             end.set()
             thread.join()
             self.beat = replace(self.beat, released=True)
-            with suppress(OSError):
+            with suppress(OSError, UserError):
                 self.renew()
 
     def remove(self) -> None:

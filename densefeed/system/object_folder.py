@@ -12,7 +12,16 @@ from pathlib import Path
 from uuid import uuid4
 
 from densefeed.system.errors import UserError
-from densefeed.system.files import make_folder, name_errors, name_once, replace_file, sync_folder
+from densefeed.system.files import (
+    check_own_folder,
+    is_own,
+    make_folder,
+    name_errors,
+    name_once,
+    read_own,
+    replace_file,
+    sync_folder,
+)
 from densefeed.system.object_store import ObjectStore
 from densefeed.system.object_url import ObjectURL
 
@@ -21,7 +30,11 @@ TEMPORARY = "parts"
 
 
 class ObjectFolder:
-    """The files below `root`, by names such as `leases/x`."""
+    """The files below `root`, by names such as `leases/x`.
+
+    `root` may be a link. Its files and folders may not: UserError for one that is a link, and for a
+    file that is not a regular one.
+    """
 
     # Longest time between looks at what others do.
     poll_seconds = 1.0
@@ -29,13 +42,23 @@ class ObjectFolder:
     def __init__(self, root: Path) -> None:
         self.root = root
 
+    def _find(self, name: str) -> Path:
+        """Return the path of a file or folder; UserError if a folder on the way is a link."""
+        path = self.root / name
+        for folder in path.parents:
+            if folder == self.root:
+                break
+            check_own_folder(folder)
+        return path
+
     def create(self, name: str, content: bytes) -> bool:
         """Write a file and return True, unless there is one of that name already.
 
         Of several processes that create one name at the same time, one gets True.
         """
-        path = self.root / name
-        while not path.exists():
+        path = self._find(name)
+        check_own_folder(self.root / TEMPORARY)
+        while not os.path.lexists(path):
             make_folder(path.parent)
             make_folder(self.root / TEMPORARY)
             # Another process may remove a folder, once it is empty.
@@ -60,20 +83,20 @@ class ObjectFolder:
 
     def replace(self, name: str, content: bytes) -> None:
         """Write a file, in place of one of that name if there is one."""
-        with replace_file(self.root / name) as part:
+        with replace_file(self._find(name)) as part:
             part.write_bytes(content)
 
     def read(self, name: str) -> bytes | None:
         """Return the content of a file; None if there is none."""
         try:
-            return (self.root / name).read_bytes()
+            return read_own(self._find(name))
         except FileNotFoundError:
             return None
 
     def size(self, name: str) -> int | None:
         """Return the bytes of a regular file; None if there is none."""
-        path = self.root / name
-        return path.stat().st_size if path.is_file() else None
+        path = self._find(name)
+        return path.stat().st_size if is_own(path) else None
 
     def list(self, folder: str) -> dict[str, float]:
         """Return the files of a folder: the time of their last change by name, seconds."""
@@ -85,20 +108,23 @@ class ObjectFolder:
 
     def _scan(self, folder: str) -> Iterator[tuple[str, os.stat_result]]:
         """Yield name and status of the files of a folder."""
-        with suppress(FileNotFoundError), os.scandir(self.root / folder) as entries:
+        path = self.root / folder
+        check_own_folder(path)
+        with suppress(FileNotFoundError), os.scandir(path) as entries:
             for entry in entries:
                 # It may be removed in the meantime.
                 with suppress(FileNotFoundError):
                     if not entry.name.endswith(".part"):
-                        yield entry.name, entry.stat()
+                        yield entry.name, entry.stat(follow_symlinks=False)
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
-        (self.root / name).unlink(missing_ok=True)
+        self._find(name).unlink(missing_ok=True)
 
     def remove_all(self, folder: str) -> None:
         """Remove a folder with its files, temporary ones included, and no folders in it."""
         path = self.root / folder
+        check_own_folder(path)
         # Another process may do the same, or write a file, which then stays.
         with suppress(OSError):
             for file in path.iterdir():
@@ -108,6 +134,7 @@ class ObjectFolder:
     @contextmanager
     def make_parts(self) -> Iterator[Path]:
         """Yield the folder of unfinished files, which other machines see and which stay."""
+        check_own_folder(self.root / TEMPORARY)
         yield self.root / TEMPORARY
 
     def add_file(self, path: Path, name: str, sha256: str) -> None:
@@ -115,7 +142,7 @@ class ObjectFolder:
 
         A file of this name has the same bytes.
         """
-        final = self.root / name
+        final = self._find(name)
         make_folder(final.parent)
         with name_errors(final):
             name_once(path, final)

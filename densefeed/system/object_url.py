@@ -4,8 +4,11 @@ import re
 from pathlib import Path, PurePosixPath
 
 from densefeed.system.errors import UserError, restore_url
+from densefeed.system.terminal import escape_controls
 
 BUCKET = re.compile(r"(s3|gs|az)://[A-Za-z0-9][A-Za-z0-9._-]*")
+# Control characters, which the client refuses, and halves of surrogate pairs, which are not UTF-8.
+UNUSABLE = re.compile("[\0-\x1f\x7f\ud800-\udfff]")
 
 
 class ObjectURL(str):
@@ -24,6 +27,11 @@ class ObjectURL(str):
             raise UserError(
                 "a URL of object storage has no credentials and no ? or # in it; give credentials "
                 "in the environment"
+            )
+        if UNUSABLE.search(text):
+            raise UserError(
+                f"{escape_controls(text)} has control characters or is not UTF-8; correct the URL, "
+                "or rename the object"
             )
         bucket = BUCKET.match(text)
         names = text[bucket.end() :].split("/") if bucket else ["x"]

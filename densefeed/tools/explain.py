@@ -229,7 +229,8 @@ class TokenLabels:
             raise UserError("--maps needs --images to be one folder, that of the score maps")
         self.store = store = ScoreMapStore(options.maps)
         # A row belongs to an image by its place in the folder.
-        store.check(images.fingerprint(), options.images[0], options.split)
+        where, split = options.images[0], options.split
+        store.check(images.fingerprint(), images.labels, images.paths, where, split)
         self.spec = map_spec(store)
 
     def __call__(self, row: int, size: tuple[int, int], crop_pct: float, grid: tuple) -> list[dict]:

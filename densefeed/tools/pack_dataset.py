@@ -29,7 +29,6 @@ run that was stopped or killed, or filled the disk, is continued in the same way
 OUT.part and OUT.part.rows. Remove both after images were added or removed.
 """
 
-import hashlib
 import io
 import sys
 from collections.abc import Callable
@@ -49,6 +48,7 @@ from densefeed.pipelines.folder import score_map_spec
 from densefeed.storage import indexed_jpeg
 from densefeed.storage.beton import JPEG, PAGE, PLANES, RAW, map_arrays, map_fields
 from densefeed.storage.beton_writer import FAILED, PACKED, BetonWriter, Sample
+from densefeed.storage.dataset_names import hash_images
 from densefeed.storage.fetch import make_local
 from densefeed.storage.images import DecodeOptions, Images, decode, limit_pixels
 from densefeed.storage.score_maps import ScoreMapStore
@@ -122,8 +122,9 @@ def main(packing: Packing) -> None:
             "be trained on; is it the folder that holds a folder of images for each class?"
         )
     fingerprint, fields = images.fingerprint(), []
-    store = open_maps(packing, fingerprint) if packing.maps else None
+    store = open_maps(packing, images, fingerprint) if packing.maps else None
     notes = {"class_names": images.class_names, "fingerprint": fingerprint}
+    notes["names"] = hash_images(images.paths, images.labels)
     if store:
         spec = score_map_spec(store, len(images.class_names))
         notes |= {"teacher": store.header.teacher, "absent": spec.absent}
@@ -179,10 +180,10 @@ def refuse(reasons: list[str], writer: BetonWriter) -> None:
     )
 
 
-def open_maps(packing: Packing, fingerprint: str) -> ScoreMapStore:
-    """Open the score maps. Raises UserError if they belong to images of another fingerprint."""
+def open_maps(packing: Packing, images: Images, fingerprint: str) -> ScoreMapStore:
+    """Open the score maps. Raises UserError unless they are those of `images`, row by row."""
     store = ScoreMapStore(make_local(packing.maps))
-    store.check(fingerprint, packing.data, packing.split)
+    store.check(fingerprint, images.labels, images.paths, packing.data, packing.split)
     if store.error:
         print(f"{packing.maps} is compact; the .beton inherits its error: {store.error}")
     return store
@@ -192,10 +193,8 @@ def identify(packing: Packing, images: Images) -> dict[str, object]:
     """Return all that a continued run must have in common with the first."""
     # The fingerprint of the images is not used here: it also covers file sizes, which change when
     # a file is repaired.
-    pairs = zip(images.paths, images.labels, strict=True)
-    listing = "\n".join(f"{path}\t{label}" for path, label in pairs)
     options = ("max_side", "pixels_to", "quality", "form", "index")
-    return {"images": hashlib.sha256(listing.encode()).hexdigest()} | {
+    return {"images": hash_images(images.paths, images.labels)} | {
         name: getattr(packing, name) for name in options
     }
 

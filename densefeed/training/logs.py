@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import platform
 import sys
 import threading
@@ -17,7 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from densefeed.system.devices import CORES
 from densefeed.system.errors import UserError
-from densefeed.system.files import name_errors, open_regular, replace_file
+from densefeed.system.files import name_errors, open_own, open_regular, read_own, replace_file
 from densefeed.system.json_files import is_number, parse_json
 from densefeed.system.progress import steps_bar
 from densefeed.system.provenance import write_json
@@ -29,6 +30,7 @@ from densefeed.training.setup import Run, import_wandb
 Values = dict[str, float]
 # Bytes of a line of metrics.jsonl. A training writes about 250.
 LONGEST = 2**16
+APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 # Beyond all numbers of a record, which are float32: larger ones overflow in a page's curves.
 MOST = 2.0**128
 
@@ -76,7 +78,8 @@ def open_log(
         def record(kind: str, step: int, epoch: float, values: Values) -> None:
             line = {"kind": kind, "step": step, "epoch": round(epoch, 4)} | values
             # Closed each time: a killed run keeps every line that it has logged.
-            with name_errors(out / "metrics.jsonl"), open(out / "metrics.jsonl", "a") as metrics:
+            path = out / "metrics.jsonl"
+            with name_errors(path), open(open_own(path, APPEND), "a") as metrics:
                 metrics.write(json.dumps(line) + "\n")
             named = {f"{kind}/{name}": value for name, value in values.items()}
             with name_errors(out / "tensorboard"):
@@ -181,7 +184,7 @@ def start_wandb(
         with replace_file(identity) as part:
             # Made here, because W&B's package no longer makes identities.
             part.write_text(uuid.uuid4().hex[:8])
-    options = {"name": out.name, "id": identity.read_text(), "resume": "allow", "dir": out}
+    options = {"name": out.name, "id": read_own(identity).decode(), "resume": "allow", "dir": out}
     try:
         run = wandb.init(project=project, config=config, **options)
     except wandb.Error as error:

@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from densefeed.system.errors import BusyError, UserError, explain_os_error
-from densefeed.system.files import check_utf8, create_locked, make_folder, name_errors
+from densefeed.system.files import check_utf8, create_locked, is_own, make_folder, name_errors
 from densefeed.system.json_files import read_json
 from densefeed.training.config import RunOptions
 from densefeed.training.ranks import Ranks
@@ -87,8 +87,8 @@ def check_kinds(out: Path) -> None:
     check_utf8(out, "--out")
     for name in FILES:
         path = out / name
-        # Also a link to nothing: the log would be written to wherever it leads.
-        if os.path.lexists(path) and not path.is_file():
+        # Also a link: the log would be written to wherever it leads.
+        if os.path.lexists(path) and not is_own(path):
             raise UserError(f"{path} must be a regular file; remove it, or choose another --out")
     for name in (*FOLDERS, *LINKS):
         path = out / name

@@ -18,7 +18,7 @@ from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError
 
 from ..jpeg_files import loader_class
-from ..stores import write_store
+from ..stores import write_reordered, write_store
 
 MAPS = ("map_logit", "map_class", "map_lse", "window")
 
@@ -190,3 +190,16 @@ def test_sources_take_strings_for_paths(folder, maps, bare):
     sources = FolderSource(str(folder), "train", str(maps)), FfcvSource(str(bare), str(maps))
     assert [len(source.labels) for source in sources] == [11, 11]
     assert all(source.score_maps is not None for source in sources)
+
+
+@pytest.mark.parametrize("change", ["order", "order in a class", "fewer"])
+def test_outside_rows_of_other_images_are_refused(folder, bare, random_maps, tmp_path, change):
+    """The fingerprint is right, and the maps are not in the order of the images."""
+    images, rows = Images(folder), np.arange(11)
+    assert images.labels[0] == images.labels[1]
+    rows = {"order": rows[::-1], "order in a class": rows[[1, 0, *range(2, 11)]], "fewer": rows[:9]}
+    out = write_reordered(tmp_path / "m.h5", images, random_maps(11, 6, 2, 2), rows[change])
+    with pytest.raises(UserError, match=r"m\.h5 has \d+ maps of other images than the 11 of"):
+        FolderSource(folder, "train", out)
+    with pytest.raises(UserError, match=r"m\.h5 has .* maps of (other|the) images .*label"):
+        FfcvSource(bare, out)

@@ -438,6 +438,21 @@ def test_a_damaged_copy_of_score_maps_is_mended(store_url, tmp_path, monkeypatch
     assert sound == {p: p.read_bytes() for p in copy.rglob("*") if p.is_file() and p.name != "lock"}
 
 
+def test_outside_links_in_a_copy_of_score_maps_are_replaced(store_url, tmp_path):
+    """What they lead to is not of the copy, and stays."""
+    copy, other = make_local(store_url, tmp_path / "cache"), tmp_path / "other"
+    (copy / "shards").rename(other)
+    (other / "mine.txt").write_text("mine")
+    before = {path: path.read_bytes() for path in other.iterdir()}
+    (copy / "shards").symlink_to(other)
+    for name in ("lock", MANIFEST):
+        (copy / name).unlink()
+        (copy / name).symlink_to(other / "mine.txt")
+    assert make_local(store_url, tmp_path / "cache") == copy
+    assert not any(path.is_symlink() for path in (copy, *copy.rglob("*")))
+    assert before == {path: path.read_bytes() for path in other.iterdir()}
+
+
 def test_packing_takes_score_maps_at_a_url(folder, packed, store_url, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     pack(Packing(data=folder, split="train", maps=store_url, out=tmp_path / "x.beton"))

@@ -412,7 +412,8 @@ def test_only_the_shards_of_changed_images_are_labeled_again(many, tmp_path, cap
     assert f"images have changed, 1 of {len(shards)} shards are new" in capsys.readouterr().out
     assert len(store) == COUNT - 1
     assert store.paths() == Images(folder).paths
-    store.check(Images(folder).fingerprint(), folder)
+    images = Images(folder)
+    store.check(images.fingerprint(), images.labels, images.paths, folder)
     after = files(out)
     same = {name for name in before if name in after and name.endswith(".h5")}
     assert {name.split("/")[1].split("-")[0] for name in same} == kept

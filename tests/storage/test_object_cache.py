@@ -5,6 +5,7 @@ import os
 import signal
 from contextlib import contextmanager
 from functools import cache as memoize
+from itertools import product
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ from densefeed.storage.object_cache import GAP_SHARE, PAGE, CachedFiles, SampleC
 from densefeed.system.errors import UserError
 from densefeed.system.object_ranges import RemoteFile
 from densefeed.system.object_url import ObjectURL
+
+from ..planted import plant, time_limit
 
 FILE = ObjectURL("s3://bucket/train.beton")
 
@@ -192,3 +195,27 @@ def test_processes_that_share_a_copy_and_are_killed(tmp_path):
     fill(tmp_path, 5)
     assert not list(tmp_path.rglob("pins.*"))
     assert next(tmp_path.rglob("0.beton")).stat().st_blocks * 512 <= 16 * PAGE
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *product(("lock", "users", "index"), ("pipe", "device", "link")),
+        ("objects.json", "pipe"),
+        ("objects.json", "device"),
+        ("0.beton", "link"),
+    ],
+)
+def test_outside_files_of_a_copy_are_regular(tmp_path, name, kind):
+    """Else the copy would overwrite the file that a link leads to. It is made again."""
+    disk = Disk(4 * PAGE)
+    with open_cache(tmp_path, disk, [0], [PAGE]):
+        (copy,) = tmp_path.iterdir()
+    (copy / name).unlink()
+    victim = plant(kind, copy / name)
+    os.link(victim, tmp_path / "kept")
+    with time_limit(), open_cache(tmp_path, disk, [0], [PAGE]) as cache:
+        assert use(cache, 0, lambda ids: ids)
+    assert (copy / name).is_file()
+    assert not (copy / name).is_symlink()
+    assert (tmp_path / "kept").read_bytes() == b"mine"

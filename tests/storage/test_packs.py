@@ -80,7 +80,7 @@ def test_every_value_is_at_its_position(pack, tmp_path, axes):
     assert (report.kept, report.earlier, len(report.problems), len(store)) == (30, 0, 0, 30)
     assert store.header.absent == "zero-logit"
     assert store.header.num_classes == 6
-    store.check(images.fingerprint(), tmp_path)
+    store.check(images.fingerprint(), images.labels, images.paths, tmp_path)
     store.check_values()
     rows = store.rows(np.arange(30))
     for row, path in enumerate(store.paths()):

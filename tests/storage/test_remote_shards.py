@@ -13,6 +13,7 @@ from densefeed.system.object_store import connect
 from densefeed.tools.pack_dataset import Packing, main
 
 from ..object_storage import SECRET, cycle_faults
+from ..planted import plant, time_limit
 from ..runs import label_images
 from ..shard_files import write_shards, write_tar
 
@@ -175,3 +176,13 @@ def test_a_storage_that_fails_is_one_sentence(remote, disturb, kind):
         with pytest.raises(UserError, match="the credentials have expired") as error:
             call()
         assert SECRET not in str(error.value)
+
+
+def test_outside_a_kept_index_is_a_regular_file(tmp_path):
+    """A pipe is not read, and the index is written in its place."""
+    kept, index = tmp_path / "kept.json", tar_index.TarIndex(["a.jpg"], [1], [512], [9], {})
+    plant("pipe", kept)
+    with time_limit():
+        assert tar_index.load_index(kept) is None
+    tar_index.save_index(index, kept)
+    assert tar_index.load_index(kept) == index

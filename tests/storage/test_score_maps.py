@@ -243,7 +243,7 @@ def test_errors_name_the_file_and_the_remedy(tmp_path, random_maps):
     with pytest.raises(UserError, match=r"exists already; remove it"):
         ScoreMapWriter(path, HEADER, PATHS, LABELS)
     with pytest.raises(UserError, match=r"another dataset"):
-        ScoreMapStore(path).check("other", tmp_path)
+        ScoreMapStore(path).check("other", LABELS, PATHS, tmp_path)
     unfinished = tmp_path / "unfinished.h5"
     fill(unfinished, random_maps, slice(0, 4), finish=False)
     os.rename(f"{unfinished}.part", unfinished)

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from densefeed.pipelines.folder import FolderSource
 from densefeed.storage.images import Images
-from densefeed.storage.maintenance import convert, verify
+from densefeed.storage.maintenance import convert, verify, verify_files
 from densefeed.storage.row_codecs import ScoreMaps
 from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter
+from densefeed.storage.shard_plan import PLAN, plan_shards
 from densefeed.storage.shards import merge_folders
 from densefeed.storage.store_folder import (
     MANIFEST,
@@ -226,3 +227,34 @@ def test_headers_of_a_folder_and_its_shards_agree(stores):
     whole = ScoreMapStore(stores["lossless"][1])
     for number, path in enumerate(sorted((whole.path / "shards").iterdir())):
         assert ScoreMapStore(path).header == replace(whole.header, fingerprint=str(number))
+
+
+def test_outside_shards_in_another_order_are_refused(stores, folder, tmp_path, capsys):
+    """Each shard is whole and its own paths are right: only the order in the manifest is not."""
+    out, images = shutil.copytree(stores["raw"][1], tmp_path / "maps"), Images(folder)
+    values = json.loads((out / MANIFEST).read_bytes())
+    (out / PLAN).write_bytes(plan_shards(images, ScoreMapStore(out).header, 4).to_json())
+    verify_files((out,))
+    assert capsys.readouterr().out.endswith("maps: no faults\n")
+    FolderSource(folder, "train", out).close()
+    values["shards"].reverse()
+    (out / MANIFEST).write_text(json.dumps(values))
+    with pytest.raises(UserError, match=r"maps has 11 maps of other images than the 11"):
+        FolderSource(folder, "train", out)
+    with pytest.raises(UserError, match=r"maps \(rows of other images\)"):
+        verify_files((out,))
+    values["shards"] = [values["shards"][0], *values["shards"]]
+    (out / MANIFEST).write_text(json.dumps(values))
+    with pytest.raises(UserError, match=rf"{MANIFEST}: it names shards/.* 2 times; {REMEDY}"):
+        ScoreMapStore(out)
+
+
+def test_outside_a_linked_folder_of_shards_is_refused(stores, tmp_path):
+    """The folder itself may be a link, to another disk."""
+    out, linked = shutil.copytree(stores["raw"][1], tmp_path / "maps"), tmp_path / "linked"
+    linked.symlink_to(out)
+    assert len(ScoreMapStore(linked)) == 11
+    (out / "shards").rename(tmp_path / "shards")
+    (out / "shards").symlink_to(tmp_path / "shards")
+    with pytest.raises(UserError, match=r"maps/shards must be a folder, and is a link; remove it"):
+        ScoreMapStore(out)

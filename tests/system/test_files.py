@@ -20,6 +20,8 @@ from densefeed.system.files import (
     reserve_space,
 )
 
+from ..planted import PLANTS, plant, time_limit
+
 
 def test_a_failed_write_keeps_the_old_file_and_leaves_no_other(tmp_path):
     target = tmp_path / "file"
@@ -91,7 +93,7 @@ def test_user_files_named_like_temporary_ones_are_kept(tmp_path):
     victim, link = tmp_path / "victim", tmp_path / f"y.h5.{os.getpid()}.part"
     victim.write_text("mine")
     link.symlink_to(victim)
-    with pytest.raises(OSError, match="Too many levels"), replace_file(tmp_path / "y.h5") as part:
+    with pytest.raises(UserError, match="is a link"), replace_file(tmp_path / "y.h5") as part:
         part.write_text("new")
     assert victim.read_text() == "mine"
     assert not (tmp_path / "y.h5").exists()
@@ -102,11 +104,11 @@ def test_a_file_is_not_created_through_a_link(tmp_path):
     victim, link = tmp_path / "victim", tmp_path / "x.rows"
     victim.write_text("mine")
     link.symlink_to(victim)
-    with pytest.raises(OSError, match="Too many levels"):
+    with pytest.raises(UserError, match="is a link"):
         os.close(create_locked(link))
     link.unlink()
     link.symlink_to(tmp_path / "nothing")
-    with pytest.raises(OSError, match="Too many levels"):
+    with pytest.raises(UserError, match="is a link"):
         os.close(create_locked(link))
     assert victim.read_text() == "mine"
     assert not (tmp_path / "nothing").exists()
@@ -356,3 +358,12 @@ def test_a_file_name_is_not_searched_for_the_reason():
     """h5py keeps only the text of an error, so the reason is searched there, but not in a name."""
     error = OSError(None, "has a fault", "Permission denied.jpg")
     assert explain_os_error(error) == "Permission denied.jpg: has a fault"
+
+
+@pytest.mark.parametrize("kind", PLANTS)
+def test_outside_files_of_our_own_are_locked_only_if_regular(tmp_path, kind):
+    path = tmp_path / "x.rows"
+    victim = plant(kind, path)
+    with time_limit(), pytest.raises(UserError, match=rf"^{path} must be a regular file.*remove"):
+        os.close(create_locked(path))
+    assert victim.read_bytes() == b"mine"

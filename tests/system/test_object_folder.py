@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from densefeed.system.errors import UserError
 from densefeed.system.object_folder import ObjectFolder, open_objects
+
+from ..planted import PLANTS, plant, time_limit
 
 
 @pytest.mark.parametrize("kind", ["folder", "bucket"])
@@ -62,3 +65,42 @@ def test_a_full_disk_names_the_file_and_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=str(tmp_path)):
         ObjectFolder(tmp_path).create("a", b"1")
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize("kind", PLANTS)
+@pytest.mark.parametrize("name", ["plan.json", "leases/a.1"])
+def test_outside_only_regular_files_are_read(tmp_path, name, kind):
+    """A pipe would hang every worker, a device may never end; `root` itself may be a link."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "maps").symlink_to("real")
+    victim, objects = plant(kind, tmp_path / "maps" / name), ObjectFolder(tmp_path / "maps")
+    with time_limit(), pytest.raises(UserError, match=rf"{name} must be a regular file.*; remove"):
+        objects.read(name)
+    assert objects.size(name) is None
+    assert victim.read_bytes() == b"mine"
+    if kind != "folder":
+        objects.replace(name, b"new")
+        assert (objects.read(name), victim.read_bytes()) == (b"new", b"mine")
+
+
+def test_outside_a_linked_folder_is_not_followed(tmp_path):
+    """Its files would be taken for those of the labeling, and removed with them."""
+    other, objects = tmp_path / "other", ObjectFolder(tmp_path / "maps")
+    other.mkdir()
+    (other / "a.1").write_bytes(b"mine")
+    (tmp_path / "maps").mkdir()
+    (tmp_path / "maps" / "leases").symlink_to(other)
+    calls = (
+        lambda: objects.create("leases/b.1", b""),
+        lambda: objects.replace("leases/a.1", b""),
+        lambda: objects.read("leases/a.1"),
+        lambda: objects.size("leases/a.1"),
+        lambda: objects.list("leases"),
+        lambda: objects.remove("leases/a.1"),
+        lambda: objects.remove_all("leases"),
+        lambda: objects.add_file(other / "a.1", "leases/c.1", ""),
+    )
+    for call in calls:
+        with pytest.raises(UserError, match=r"leases must be a folder, and is a link; remove it"):
+            call()
+    assert [path.read_bytes() for path in other.iterdir()] == [b"mine"]

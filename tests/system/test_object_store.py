@@ -58,9 +58,10 @@ def test_a_url_with_credentials_is_refused_and_not_printed(text):
     assert "PASS" not in str(error.value)
 
 
-name = st.text(st.characters(codec="utf-8", exclude_characters="/?#@\0"), min_size=1).filter(
-    lambda text: text not in (".", "..")
-)
+CONTROLS = "".join(map(chr, [*range(32), 127]))
+name = st.text(
+    st.characters(codec="utf-8", exclude_characters=f"/?#@{CONTROLS}"), min_size=1
+).filter(lambda text: text not in (".", ".."))
 
 
 @settings(max_examples=30)
@@ -232,3 +233,11 @@ def test_a_file_that_is_stored_with_other_bytes_is_an_error(bucket, disturb, tmp
     digest = hashlib.sha256(b"1234").hexdigest()
     with pytest.raises(StorageError, match="shards/a is not stored as it was written; run it"):
         ObjectStore(bucket).add_file(tmp_path / "rows", "shards/a", digest)
+
+
+@pytest.mark.parametrize("name", ["\x1b[2J", "a\nb", "\x7f", "\udc80"])
+def test_outside_urls_with_control_characters_are_refused_in_one_sentence(name):
+    """The client raises an error of its own for them, and the terminal would obey them."""
+    with pytest.raises(UserError, match="has control characters or is not UTF-8; cor") as raised:
+        parse_location(f"s3://bucket/{name}/maps")
+    assert str(raised.value).isprintable()

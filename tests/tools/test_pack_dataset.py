@@ -27,6 +27,8 @@ from densefeed.system.errors import UserError
 from densefeed.tools.pack_dataset import Packing, main
 from densefeed.tools.relabel_imagenet import Labeling, begin
 
+from ..stores import write_reordered
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -491,3 +493,12 @@ def test_outside_split_of_a_folder_without_splits_is_said_not_to_be_read(folder,
         (tmp_path / "x.beton").unlink()
     main(Packing(data=folder, **out))
     assert "--split" not in capsys.readouterr().err
+
+
+def test_outside_maps_in_another_order_are_not_packed(folder, random_maps, tmp_path):
+    images = Images(folder)
+    rows = np.arange(len(images))[::-1]
+    out = write_reordered(tmp_path / "m.h5", images, random_maps(len(rows), 6, 2, 2), rows)
+    with pytest.raises(UserError, match=r"m\.h5 has .* maps of other images than .*relabel"):
+        main(Packing(data=folder, out=tmp_path / "packed.beton", maps=out))
+    assert not (tmp_path / "packed.beton").exists()

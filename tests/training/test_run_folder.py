@@ -224,3 +224,14 @@ def test_a_lock_that_cannot_be_closed_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "close", fail)
     with pytest.raises(OSError, match=r"error: '.*/run/train.lock'"), lock(tmp_path / "run"):
         pass
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", "train.lock"])
+def test_outside_a_link_to_a_file_is_not_written_through(tmp_path, name):
+    victim, out = tmp_path / "victim", tmp_path / "run"
+    victim.write_text("mine")
+    out.mkdir()
+    (out / name).symlink_to(victim)
+    with pytest.raises(UserError, match=rf"{name} must be a regular file; remove it"), lock(out):
+        pass
+    assert victim.read_text() == "mine"

@@ -4,7 +4,7 @@ import pytest
 
 import densefeed.train as training
 from densefeed.objectives import check_unused
-from densefeed.recipes import RECIPES
+from densefeed.recipes import RECIPES, command_line
 from densefeed.system.errors import UserError
 from densefeed.system.options import with_options
 from densefeed.training.build import build_model
@@ -18,9 +18,9 @@ def read(monkeypatch, *words: object) -> Config:
     folders = "--data", "a", "--val", "b", "--out", "c"
     recipe, *others = map(str, words)
     # Every call makes all recipes that the command line has.
-    monkeypatch.setattr(training, "RECIPES", {recipe: RECIPES[recipe]})
+    monkeypatch.setattr(command_line, "RECIPES", {recipe: RECIPES[recipe]})
     monkeypatch.setattr("sys.argv", ["train.py", recipe, *folders, *others])
-    return training.read_config("")
+    return command_line.read_config("")
 
 
 @pytest.mark.parametrize("words", [("--size", 128), ("--size=128",), ("--size", 128, "--sizes")])

@@ -193,7 +193,7 @@ def find_images(options: Explanations) -> tuple[list[ImageFile], Images | None]:
     """Return the images to explain, and the last folder among --images. Raises UserError."""
     found, images = [], None
     for path in options.images:
-        # Of no class, which a data set must have.
+        # A data set must have classes, and these pictures need none.
         if loose := list_loose(path):
             found += [ImageFile(file, "", 0, None) for file in loose]
         elif path.is_dir():

@@ -280,14 +280,15 @@ def align_classes(
     names, found = train.class_names, val.class_names
     if names == found:
         return
-    if others := [name for name in found if name not in names]:
+    known, there = set(names), set(found)
+    if others := [name for name in found if name not in known]:
         raise UserError(
             f"{data.val} has {len(others):,} of {len(found):,} classes that {data.train} lacks "
             f"({list_some(others)}), which has {len(names):,} ({list_some(names)}); validate on "
             "the classes of the training set" + explain_numbers(names, found)
         )
     val.renumber(names)
-    lacking = [name for name in names if name not in found]
+    lacking = [name for name in names if name not in there]
     if lacking and ranks.is_first:
         print(
             f"{data.val} has no images of {len(lacking):,} of the {len(names):,} classes of "

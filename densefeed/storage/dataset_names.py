@@ -116,6 +116,12 @@ def take_class(path: str) -> str:
     return folder if slash else ""
 
 
+def skip_split(path: str) -> str:
+    """Remove the folder of a split that a path begins with, if class folders follow it."""
+    first, _, rest = path.partition("/")
+    return rest if "/" in rest and first in set().union(*SPLITS) else path
+
+
 def find_classes(paths: Sequence[str], where: object) -> list[str]:
     """Return the class of each image: the first folder of its path, as in torchvision.
 

@@ -45,6 +45,7 @@ from densefeed.storage.dataset_names import (
     find_classes,
     find_system_entry,
     number_folders,
+    skip_split,
     sort_images,
     take_class,
 )
@@ -392,7 +393,9 @@ def read_list(root: Path, file: Path, classes: int = 0) -> Listed:
         names = sorted({*folders, *(take_class(path) for paths in other_paths for path in paths)})
         labels = np.searchsorted(names, folders)
     else:
-        folders = [take_class(path) for paths in (own_paths, *other_paths) for path in paths]
+        # A list with labels may hold several splits: train/cat/1.jpg and val/cat/2.jpg.
+        every_path = [path for paths in (own_paths, *other_paths) for path in paths]
+        folders = [take_class(skip_split(path)) for path in every_path]
         every = [entry.label for entries in lists for entry in entries]
         names, labels = name_labels(every, folders, classes), [entry.label for entry in own]
     return Listed([entry.path for entry in own], np.array(labels, np.int64), names, root)

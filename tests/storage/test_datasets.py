@@ -810,3 +810,10 @@ def test_labels_of_hugging_face_are_checked_before_classes_get_names(monkeypatch
         Images(tmp_path, "hfds/x")
     reader[1] = io.BytesIO(), 3
     assert Images(tmp_path, "hfds/x").class_names == ["0", "1", "2", "3"]
+
+
+def test_a_list_with_labels_may_hold_several_splits(folder, tmp_path):
+    paths = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.jpg"))
+    lines = [f"{path} {int('dog' in path)}\n" for path in paths]
+    (tmp_path / "all.txt").write_text("".join(lines))
+    assert Images(folder, f"list/{tmp_path / 'all.txt'}").class_names == ["cat", "dog"]

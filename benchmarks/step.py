@@ -3,7 +3,7 @@
     python -m benchmarks.step --model lvvit_s --batch 8 --objective token-label --json step.json
     python -m benchmarks.step --model deit_small_patch16_224 --batch 256 --device cuda
     python -m benchmarks.step --loader ffcv --objective token-label --device cuda --steps 32
-    python -m benchmarks.step --model swin_tiny_patch4_window7_224 --drloc --batch 8
+    python -m benchmarks.step --model vit_small_patch16_224 --variants sam_rho=0.1 optimizer=sgd
 
 `ours` is the work of train.py between two batches on the device: forward, loss, backward, gradient
 norm, non-finite guard, fused AdamW, EMA. `timm` is the step of timm's train.py, built from timm's
@@ -14,22 +14,16 @@ equal weights on equal normalized images in channels_last with the image's label
 before and after the first update are printed with their relative difference. Both have a constant
 learning rate and no mixing. Both have `--drop-path`, by default 0, and drop the same samples.
 
-`--bootstrap joint` (or `shared`) adds `agent`, the same step of the model's agent CNN alone, and
-`both`, a step of the two together (Bootstrapping ViTs, densefeed/objectives/bootstrapping.py);
-`both` is compared with `ours` and `agent` run one after the other.
-
 `--objective token-label` adds `ours+labels`: the same step with a dense label on every token. Its
 network has a second head, which `ours` lacks, so its ratio to `ours` is the full cost. `--loader
 ffcv` adds a contestant that gets its batches from train.py's loader, timed from the request of the
 first batch to the end of the last step, and the share of that time spent waiting for data. A turn
 begins with an epoch: the more --steps, the smaller the share of the time until its first batch.
 
-`--drloc` adds `ours+drloc`: the step with DRLoc's loss, whose ratio to `ours` is its cost. Table 14
-in the supplement of the DRLoc paper (arXiv 2106.03746) gives it for CvT-13, Swin-T and T2T-ViT-14:
-2.43, 2.36 and 1.77 %.
-
-`--updates sgd sam` adds `ours+sgd`, the step with SGD and momentum, and `ours+sam`, the step with
-AdamW and Sharpness-Aware Minimization, which has two forward and backward passes.
+`--variants` adds a contestant for each of its words, `ours` with other options of train.py, as
+`sam_rho=0.1` (names with underscores; several joined by commas, without spaces). If they add
+networks that are evaluated too, each of these that shares no weights is a contestant of its own,
+and the variant is compared with `ours` and these run one after the other.
 
 `--casts` adds `ours+casts`: the compiled step without training/mixed_linear.py, whose layers each
 cast their own weights. It tells what that file gains.
@@ -45,9 +39,10 @@ A ratio is a / b in images per
 second of the same round, so larger is better. Rows are appended to --results.
 """
 
+import ast
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import count, islice, repeat
@@ -82,7 +77,7 @@ from benchmarks.photographs import sample_beton
 from benchmarks.targets import TargetBenchmark, make_step
 from densefeed.models.token_transformer import FAMILIES, has_tokens
 from densefeed.objectives import build_objective
-from densefeed.objectives.base import get_networks
+from densefeed.objectives.base import WrappedModel, get_networks
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
@@ -104,22 +99,14 @@ from densefeed.training.setup import build_trainable, open_loader
 from densefeed.training.speed import RunClock
 from densefeed.training.student import build_student
 
-OURS, TIMM, LABELS, DRLOC, LOADER = "ours", "timm", "ours+labels", "ours+drloc", "+loader"
-AGENT, BOTH, IN_TURN = "agent", "both", "ours, then agent"
-SGD, SAM, CASTS = "ours+sgd", "ours+sam", "ours+casts"
-# The ratios, and the required medians of some: labels cost at most 3 % of the step and of the
-# loader, DRLoc at most 2 %; two networks together take at most 1.15 times as long as one after the
-# other; SGD takes no longer than AdamW, SAM at most 2.1 times as long; weights cast together save
-# 2 %.
+OURS, TIMM, LABELS, LOADER, CASTS = "ours", "timm", "ours+labels", "+loader", "ours+casts"
+# The ratios beside those of variants, and the required medians: labels cost at most 3 % of the step
+# and of the loader, and weights cast together save 2 %.
 BARS = {
     (OURS, TIMM): "",
     (LABELS, OURS): "0.97",
-    (DRLOC, OURS): "1 / 1.02",
     (OURS + LOADER, OURS): "0.97",
     (LABELS + LOADER, LABELS): "0.97",
-    (BOTH, IN_TURN): "1 / 1.15",
-    (SGD, OURS): "1",
-    (SAM, OURS): "1 / 2.1",
     (OURS, CASTS): "1.02",
 }
 # Largest relative difference of two losses that are equal up to rounding: bfloat16 resolves 2^-8,
@@ -154,11 +141,8 @@ class StepBenchmark(Output):
     drop_path: Annotated[float, Bounds(0, 0.99)] = 0.0  # stochastic depth of the last block
     # token-label: also measure ours with a dense label on every token
     objective: Literal["ce", "token-label"] = "ce"
-    drloc: bool = False  # also measure ours with DRLoc's loss
-    drloc_grid: int = 7  # side to which the token grid is pooled for DRLoc; 0: no pooling
-    # also measure an agent CNN alone, and ours together with it
-    bootstrap: Literal["none", "joint", "shared"] = "none"
-    updates: tuple[Literal["sgd", "sam"], ...] = ()  # also measure ours with these
+    # also measure ours with other options of train.py, each word NAME=VALUE[,NAME=VALUE...]
+    variants: tuple[str, ...] = ()
     casts: bool = False  # also measure ours without training/mixed_linear.py
     # synthetic: a constant batch; ffcv: also measure ours with batches of train.py's loader
     loader: Literal["synthetic", "ffcv"] = "synthetic"
@@ -182,11 +166,13 @@ class Contest:
         losses: of its last step.
         waits: the share of each of its turns spent waiting for data.
         equality: how far our losses and timm's differ, in each mode.
+        added: for each variant the contestants that are networks it adds.
     """
 
     def __init__(self, steps: int, device: torch.device) -> None:
         self.steps, self.device = steps, device
         self.works, self.losses, self.waits, self.equality = {}, {}, {}, []
+        self.added: dict[str, Sequence[str]] = {}
 
     def add(self, key: Key, step: Train, batches: Batches) -> None:
         """Add a contestant, whose turn is a few steps on the first batches of an epoch.
@@ -273,7 +259,9 @@ def main(benchmark: StepBenchmark) -> dict:
     }
     rows += spread_rows(waits, "ratio")
     found = contest.equality
-    document = report(benchmark, rows, ratios(rates), data, facts, "step ", equality=found)
+    document = report(
+        benchmark, rows, ratios(rates, contest.added), data, facts, "step ", equality=found
+    )
     for row in found:
         ours, theirs = (" and ".join(f"{loss:.6f}" for loss in row[name]) for name in (OURS, TIMM))
         print(
@@ -301,16 +289,14 @@ def check(benchmark: StepBenchmark) -> None:
             raise UserError(
                 f"--classes {benchmark.classes}: a score map can hold at most 65,536 classes"
             )
-    plain = (benchmark.objective, benchmark.loader) == ("ce", "synthetic")
-    if benchmark.bootstrap != "none" and not plain:
-        raise UserError(
-            "--bootstrap needs --objective ce and constant batches; remove --objective and --loader"
-        )
 
 
 def make_config(benchmark: StepBenchmark, name: str, compile: str = "never") -> Config:
-    """Return the training config of a contestant; timm's step reads the options that both share."""
-    return with_options(
+    """Return the training config of a contestant; timm's step reads the options that both share.
+
+    UserError for a variant with unknown options.
+    """
+    config = with_options(
         Config(),
         data=benchmark.data or tyro.MISSING,
         loader="ffcv",
@@ -321,11 +307,6 @@ def make_config(benchmark: StepBenchmark, name: str, compile: str = "never") -> 
         # timm's step has none.
         mixtoken=False,
         drop_path=benchmark.drop_path,
-        drloc="l1" if name == DRLOC else "none",
-        drloc_grid=benchmark.drloc_grid,
-        bootstrap=benchmark.bootstrap if name == BOTH else "none",
-        optimizer="sgd" if name == SGD else "adamw",
-        sam_rho=0.1 if name == SAM else 0.0,
         batch=benchmark.batch,
         # One forward pass per step, as in timm's.
         microbatch=benchmark.batch,
@@ -334,6 +315,27 @@ def make_config(benchmark: StepBenchmark, name: str, compile: str = "never") -> 
         precision=benchmark.precision,
         compile=compile,
     )
+    for word in benchmark.variants:
+        if name == f"{OURS}+{word}":
+            return with_variant(config, word)
+    return config
+
+
+def with_variant(config: Config, word: str) -> Config:
+    """Return a config with the options of a word of --variants. UserError for unknown ones."""
+    values = {}
+    for pair in word.split(","):
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise UserError(f"--variants {word}: {pair!r} is not NAME=VALUE, as sam_rho=0.1")
+        # Texts need no quotes.
+        with suppress(ValueError, SyntaxError):
+            value = ast.literal_eval(value)
+        values[name.replace("-", "_")] = value
+    try:
+        return with_options(config, **values)
+    except TypeError as error:
+        raise UserError(f"--variants {word}: {error}; see densefeed train RECIPE --help") from error
 
 
 def check_loader(benchmark: StepBenchmark, loader: ThreadedLoader) -> None:
@@ -359,6 +361,10 @@ def build_contest(
 ) -> Contest:
     """Build every contestant in every mode; first steps show whether ours and timm's agree."""
     contest, ours = Contest(benchmark.steps, device), build_ours(benchmark, classes, device)
+    for word in benchmark.variants:
+        name = f"{OURS}+{word}"
+        names = ours[name].evaluated if isinstance(ours[name], WrappedModel) else ()
+        contest.added[name] = [name for name in names if name in ours]
     batch, constant = constant_batch(benchmark, classes, device)
 
     def batches(_: int, through: Through) -> Iterator[Batch]:
@@ -392,30 +398,33 @@ def build_contest(
 def build_ours(
     benchmark: StepBenchmark, classes: int, device: torch.device
 ) -> dict[str, nn.Module]:
-    """Build what each of ours trains: the model, alone and with additions, and its agent alone."""
-    names = [OURS, *[LABELS] * (benchmark.objective == "token-label"), *[DRLOC] * benchmark.drloc]
-    names += [AGENT, BOTH] if benchmark.bootstrap != "none" else []
-    names += [f"{OURS}+{update}" for update in dict.fromkeys(benchmark.updates)]
+    """Build what each of ours trains: the model, alone and with additions, and these alone."""
+    names = [OURS, *[LABELS] * (benchmark.objective == "token-label")]
+    names += [f"{OURS}+{word}" for word in dict.fromkeys(benchmark.variants)]
     names += [CASTS] * benchmark.casts
     found = {}
     for name in names:
         config = make_config(benchmark, name)
-        if name == AGENT:
-            # Only bootstrapping builds an agent; that of a joint run shares no weights.
-            config = with_options(config, bootstrap="joint")
         objective = build_objective(config.setting)
         torch.manual_seed(config.run.seed)
         model, _ = build_model(config.model, config.data, objective, classes)
         # The networks and heads beside the model have equal weights whatever the model has drawn.
         torch.manual_seed(config.run.seed)
         sections = config.model, config.optim, config.run
-        student = build_trainable(*sections, objective, model, Ranks(0, 1, device))
-        found[name] = student.trainable
-        if name == AGENT:
-            found[name] = student.trainable.agent
-            # A step reads mean and deviation of its network, which an agent lacks.
-            found[name].pretrained_cfg = model.pretrained_cfg
+        trainable = build_trainable(*sections, objective, model, Ranks(0, 1, device)).trainable
+        for added, network in added_networks(trainable).items():
+            # A step reads mean and deviation of its network, which an added one may lack.
+            network.pretrained_cfg = model.pretrained_cfg
+            found.setdefault(added, network)
+        found[name] = trainable
     return found
+
+
+def added_networks(trainable: nn.Module) -> dict[str, nn.Module]:
+    """Return the networks that are evaluated beside the model and share no weights, by name."""
+    if not isinstance(trainable, WrappedModel) or trainable.aliases:
+        return {}
+    return dict(trainable.evaluated)
 
 
 def constant_batch(
@@ -574,23 +583,27 @@ def own_memory(key: Key, device: torch.device) -> None:
         tune_malloc()
 
 
-def ratios(rates: Rates) -> list[dict]:
-    """Return the ratios of contestants within rounds.
+def ratios(rates: Rates, added: Mapping[str, Sequence[str]]) -> list[dict]:
+    """Return the ratios of contestants within rounds: those of BARS, and every variant to ours.
 
-    They are: ours to timm's, with to without labels, with to without DRLoc, the loader's batches to
-    constant ones, two networks together to one after the other, SGD and SAM to AdamW, and with to
-    without mixed_linear.py.
+    `added` names for each variant the networks that it adds. If there are any, the variant is
+    compared with ours and these run one after the other.
     """
-    rates = dict(rates)
-    for mode in dict.fromkeys(mode for name, mode in rates if name == AGENT):
-        # Images that both have processed, per second of the two running one after the other.
-        rates[IN_TURN, mode] = [
-            1 / (1 / a + 1 / b) for a, b in zip(rates[OURS, mode], rates[AGENT, mode], strict=True)
-        ]
+    rates, pairs = dict(rates), dict(BARS)
+    for name, networks in added.items():
+        alone = (OURS, *networks)
+        pairs[name, ", then ".join(alone)] = ""
+        if networks:
+            for mode in dict.fromkeys(mode for _, mode in rates):
+                # Images that all have processed, per second.
+                turns = zip(*(rates[one, mode] for one in alone), strict=True)
+                rates[", then ".join(alone), mode] = [
+                    1 / sum(1 / rate for rate in turn) for turn in turns
+                ]
     return [
         compare(a, b, rates[a, mode], rates[b, mode], f", {mode}", bar)
         for mode in dict.fromkeys(mode for _, mode in rates)
-        for (a, b), bar in BARS.items()
+        for (a, b), bar in pairs.items()
         if (a, mode) in rates and (b, mode) in rates
     ]
 

@@ -25,6 +25,7 @@ from typing import Literal, NamedTuple
 
 from rich.table import Table
 
+from densefeed.recipes.method_costs import METHOD_COSTS
 from densefeed.system.devices import choose_device
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.json_files import read_json
@@ -138,19 +139,15 @@ STAGES = (
         "--batch 2 --classes 50 --rounds 1",
         (Goal("targets fused / whole, memory", 1 / 20, more=False),),
     ),
-    Stage(
-        "step-swin-drloc",
-        360,
-        "benchmarks.step --model swin_tiny_patch4_window7_224 --drloc --batch 128",
-        f"{SMALL_STEP} --drloc-grid 4",
-        (Goal("step ours+drloc / ours, compiled", 1 / 1.02),),
-    ),
-    Stage(
-        "step-bootstrapping",
-        360,
-        "benchmarks.step --model bootstrapping_vit_b --bootstrap joint --batch 64",
-        f"{SMALL_STEP} --model bootstrapping_vit_micro",
-        (Goal("step both / ours, then agent, compiled", 1 / 1.15),),
+    *(
+        Stage(
+            f"step-{cost.name}",
+            360,
+            f"benchmarks.step {cost.words}",
+            f"{SMALL_STEP} {cost.small}",
+            (Goal(f"step {cost.ratio}, compiled", cost.goal),),
+        )
+        for cost in METHOD_COSTS
     ),
     Stage(
         "loaders",

@@ -150,45 +150,49 @@ def test_compiled_steps_give_the_same_losses(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bootstrap", ["joint", "shared"])
-def test_two_networks_together_and_one_after_the_other(bootstrap):
-    """Their ratio is one of times: (model + agent) / both."""
-    model = "bootstrapping_vit_micro"
-    contest = build(model=model, bootstrap=bootstrap)
-    assert [name for name, _ in contest.works] == ["ours", "agent", "both", "timm"]
+def test_two_networks_together_and_one_after_the_other():
+    """Their ratio is one of times: (model + agent) / both. One that shares weights is not alone."""
+    options = {
+        "model": "bootstrapping_vit_micro",
+        "variants": ("bootstrap=shared", "bootstrap=joint"),
+    }
+    shared, joint = (f"ours+{word}" for word in options["variants"])
+    contest = build(**options)
+    assert [name for name, _ in contest.works] == ["ours", shared, "agent", joint, "timm"]
+    assert contest.added == {shared: ["agent"], joint: ["agent"]}
     rates = {
         (name, "eager"): [rate]
-        for name, rate in (("ours", 6.0), ("agent", 3.0), ("both", 1.0), ("timm", 1.0))
+        for name, rate in (("ours", 6.0), ("agent", 3.0), (joint, 1.0), ("timm", 1.0))
     }
-    (found,) = [ratio for ratio in step.ratios(rates) if ratio["a"] == "both"]
+    (found,) = [ratio for ratio in step.ratios(rates, {joint: ["agent"]}) if ratio["a"] == joint]
     assert (found["b"], found["median"]) == ("ours, then agent", 0.5)
-    document = main(small(model=model, bootstrap=bootstrap, rounds=1, steps=1))
-    assert [ratio["b"] for ratio in document["ratios"]] == ["timm", "ours, then agent"]
+    document = main(small(**options, rounds=1, steps=1))
+    assert [ratio["b"] for ratio in document["ratios"]] == ["timm", *["ours, then agent"] * 2]
 
 
-def test_cost_of_drloc():
-    """It is a separate contestant in the same rounds."""
-    document = main(small(size=64, drloc=True, drloc_grid=0))
-    names = [f"{name}, eager" for name in ("ours", "ours+drloc", "timm")]
+def test_variants_are_contestants_in_the_same_rounds():
+    variant = "drloc=l1,drloc_grid=0"
+    document = main(small(size=64, variants=(variant,)))
+    names = [f"{name}, eager" for name in ("ours", f"ours+{variant}", "timm")]
     assert [row["name"] for row in document["rows"]] == names
-    (ratio,) = (ratio for ratio in document["ratios"] if ratio["a"] == "ours+drloc")
-    assert (ratio["b"], ratio["bar"]) == ("ours", "1 / 1.02")
+    (ratio,) = (ratio for ratio in document["ratios"] if ratio["a"] == f"ours+{variant}")
+    assert ratio["b"] == "ours"
 
 
 def test_steps_of_sgd_and_sam():
     """From equal weights: the first loss is the same, the second another one after each update."""
-    contest = build(updates=("sgd", "sam"), casts=True)
-    names = ["ours", "ours+sgd", "ours+sam", "ours+casts", "timm"]
+    contest = build(variants=("optimizer=sgd", "sam_rho=0.1"), casts=True)
+    names = ["ours", "ours+optimizer=sgd", "ours+sam_rho=0.1", "ours+casts", "timm"]
     assert [name for name, _ in contest.works] == names
     for turn in contest.works.values():
         turn(0)
     losses = {name: float(loss) for (name, _), loss in contest.losses.items()}
-    assert len({losses["ours"], losses["ours+sgd"], losses["ours+sam"]}) == 3
+    assert len({losses[name] for name in names[:3]}) == 3
     rates = {(name, "eager"): [1.0] for name in names[:-1]}
-    assert [(one["a"], one["b"]) for one in step.ratios(rates)] == [
-        ("ours+sgd", "ours"),
-        ("ours+sam", "ours"),
+    assert [(one["a"], one["b"]) for one in step.ratios(rates, contest.added)] == [
         ("ours", "ours+casts"),
+        ("ours+optimizer=sgd", "ours"),
+        ("ours+sam_rho=0.1", "ours"),
     ]
 
 
@@ -228,13 +232,14 @@ def test_out_of_memory_raises(monkeypatch):
         ({"model": "resnet1"}, "timm knows no model 'resnet1'"),
         ({"objective": "token-label", "classes": 2**16 + 1}, "at most 65,536 classes"),
         ({"size": 33}, "cannot be built"),
-        ({"bootstrap": "joint", "model": "nfnet_micro"}, "it has no blocks of attention"),
         (
-            {"bootstrap": "joint", "objective": "token-label"},
-            "--bootstrap needs --objective ce and constant batches",
+            {"variants": ("bootstrap=joint",), "model": "nfnet_micro"},
+            "it has no blocks of attention",
         ),
+        ({"variants": ("sam",)}, "--variants sam: 'sam' is not NAME=VALUE, as sam_rho=0.1"),
+        ({"variants": ("sam=1",)}, "--variants sam=1: Config has no option 'sam'; see densefeed"),
         (
-            {"drloc": True},
+            {"variants": ("drloc=l1",)},
             "--drloc l1 cannot be computed for lvvit_micro: its grid of 4 x 4 is smaller",
         ),
     ],

@@ -3,7 +3,7 @@
 import re
 import shlex
 import tomllib
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from densefeed.storage.datasets import DOMAIN_CLASSES, DOMAINS
 from densefeed.tools.explain import Explanations
 from densefeed.tools.model_costs import Costs, ModelCosts, costs_by_name, measure_costs
 from densefeed.tools.pack_dataset import Packing
+from densefeed.tools.relabel_imagenet import Labeling
 from densefeed.tools.validate import Validation
 from densefeed.training.config import Config
 
@@ -32,17 +33,25 @@ PROGRAMS = {
     "validate": Validation,
     "explain": Explanations,
     "costs": ModelCosts,
+    "label": Labeling,
     "pack": Packing,
     "benchmarks.step": StepBenchmark,
 }
 NO_COMMAND = (
     r"not built: |quoted there, with .* epochs: |quoted there, no weights are published: "
-    r"|no claim: |Table \d+ of the|the values of"
+    r"|no claim: |Table \d+ of the|the values of|the pages? of"
 )
-HERE = rf"{NO_COMMAND}|(quoted there; )?not run: needs |equal|[\d,.]+ |\[[\d.]+\s% on a CPU\]"
+HERE = (
+    rf"{NO_COMMAND}|(quoted there; )?not run: needs |equal|[\d,.]+ "
+    r"|\[[\d.]+\s(% on a CPU|GB)\]"
+)
 # The figures of the papers' tables, row by row, and of the recipes' help.
 PAPERS = tomllib.loads((ROOT / "tests/paper_figures.toml").read_text())
 HELP = PAPERS.pop("help")
+
+
+# Columns that are no results of the row's run, so the help of its recipe does not have them.
+SIZES = {"ImageNet", "parameters", "FLOPs", "epochs", "pixels", "training pixels", "test pixels"}
 
 
 class Claim(NamedTuple):
@@ -57,9 +66,9 @@ class Claim(NamedTuple):
 
 
 def read_claims() -> list[Claim]:
-    """Return all rows of the page."""
+    """Return all rows of the page, but for those of its last section, the contradictions."""
     claims = []
-    for section in re.split(r"^## ", PAGE.read_text(), flags=re.M)[1:]:
+    for section in re.split(r"^## ", PAGE.read_text(), flags=re.M)[1:-1]:
         paper = section.partition("\n")[0]
         for line in section.splitlines():
             if line.startswith("| ") and not line.startswith("| where"):
@@ -73,6 +82,7 @@ def commands_of(claim: Claim) -> list[str]:
 
 
 CLAIMS = read_claims()
+ABLATION_COMMANDS = re.findall(r"`(densefeed train [^`]+)`", ABLATIONS)
 COMMANDS = sorted({command for claim in CLAIMS for command in commands_of(claim)})
 LINKED = re.compile(r"\[(\d+) commands\]\(\S+#([\w-]+)\)")
 LINKS = [claim for claim in CLAIMS if LINKED.match(claim.command)]
@@ -87,6 +97,12 @@ def split_row(line: str) -> tuple[str, str]:
     """Return the name and the figures of a line of a table of PAPERS."""
     name, _, figures = line.rpartition(" | ")
     return name, figures
+
+
+def list_columns(row: str) -> list[str]:
+    """Return the names of columns that a row's name ends with: `a / b / c` after its last comma."""
+    found = re.search(r", ([^,]*(?: / [^,]*)+)$", row)
+    return found[1].split(" / ") if found else []
 
 
 def read_config(command: str) -> Config:
@@ -121,6 +137,48 @@ def test_rows_and_figures_are_those_of_the_paper(paper):
     assert not found
 
 
+TABLES = [(paper, where) for paper, tables in PAPERS.items() for where in tables]
+
+
+@pytest.mark.parametrize(("paper", "where"), TABLES, ids=lambda name: name[:16])
+def test_outside_rows_have_a_figure_for_each_column_of_their_table(paper, where):
+    """The columns that the table's first row names, or the row itself; one where none is named.
+
+    A row that stands for several has a figure of each.
+    """
+    rows = [split_row(line) for line in PAPERS[paper][where].strip().splitlines()]
+    for name, figures in rows:
+        several = re.match(r"(?:all|both) ?(\d*) (?:rows|columns)", name)
+        columns = len(list_columns(name) or list_columns(rows[0][0]) or [name])
+        if several and figures != "settings":
+            columns = int(several[1] or 2)
+        given = figures.split(" / ")
+        assert len(given) == columns, name
+        assert all(figure.strip() for figure in given), name
+
+
+def test_outside_tables_of_networks_have_their_parameters_and_operations():
+    """The tables of the texts whose head has a column for them, by the number of their networks."""
+    wanted = {
+        ("Token Labeling (", "Table 1"): (["parameters", "FLOPs", "epochs"], 2),
+        ("Token Labeling (", "Table 10"): (
+            ["parameters", "FLOPs", "training pixels", "test pixels"],
+            36,
+        ),
+        ("DHVT", "Table 1"): (["ImageNet", "FLOPs", "epochs", "pixels"], 13),
+        ("DHVT", "Table 6"): (["classes", "images per class"], 6),
+        ("DHVT", "Table 7"): (["parameters", "FLOPs"], 5),
+        ("DHVT", "Table 8"): (["ImageNet", "FLOPs"], 5),
+        ("DHVT", "Table 9"): (["parameters", "FLOPs", "pixels"], 35),
+        ("DHVT", "Table 10"): (["parameters", "FLOPs"], 6),
+        ("DHVT", "Table 11"): (["parameters", "FLOPs", "MLP", "S&E", "heads", "depth", "width"], 8),
+    }
+    for (paper, where), (columns, count) in wanted.items():
+        rows = [c for c in CLAIMS if c.paper.startswith(paper) and c.where == where]
+        assert list_columns(rows[0].row)[-len(columns) :] == columns
+        assert len(rows) == count
+
+
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda c: f"{c.paper[:6]} {c.where} {c.row[:20]}")
 def test_each_row_has_a_state_and_a_command_where_it_can_have_one(claim):
     assert re.match(HERE, claim.here), claim.here
@@ -133,6 +191,8 @@ def test_each_row_has_a_state_and_a_command_where_it_can_have_one(claim):
     for figure in re.findall(r"\[([\d.]+\s%) on a CPU\]\(steps.md", claim.here):
         (row,) = re.findall(rf"\| {claim.row.split()[0]} \| (.*) \[", steps_of_drloc())
         assert row == figure
+    for figure in re.findall(r"\[([\d.]+ GB)\]\(labeling.md\)", claim.here):
+        assert f" {figure} |" in (PAGE.parent / "labeling.md").read_text()
 
 
 def steps_of_drloc() -> str:
@@ -312,30 +372,43 @@ def figures_of_help(name: str) -> list[str]:
 
 def test_a_recipe_has_the_figures_of_its_row_in_its_help():
     """The rows whose command is a recipe without options that change it."""
+    columns = {}
     for claim in CLAIMS:
+        table = columns.setdefault((claim.paper, claim.where), list_columns(claim.row))
+        results = [
+            figure
+            for figure, column in zip_longest(claim.figures.split(" / "), table)
+            if column not in SIZES
+        ]
         for words in map(shlex.split, commands_of(claim)[-1:]):
             if words[1] != "train" or set(words[3::2]) - {"--init"}:
                 continue
             stated = iter(figures_of_help(words[2]))
-            figures = [n for n in numbers(claim.figures) if "after" not in claim.figures]
+            figures = [n for n in numbers(" ".join(results)) if "after" not in claim.figures]
             # A subsequence: `in` consumes the iterator.
             assert all(figure in stated for figure in figures), claim
 
 
-def test_runs_to_start_from_are_made_by_a_command():
-    """`--init runs/NAME` is the --out of the row's first command, or a run of the recipe NAME."""
+def test_outside_runs_that_are_read_are_made_by_a_command():
+    """`runs/NAME` is the --out of the row's first command, or a run of a recipe of the page."""
+    trained = {c.split()[2] for c in [*COMMANDS, *ABLATION_COMMANDS] if " train " in c}
+    read = 0
     for claim in CLAIMS:
-        made = set(RECIPES)
+        made = set(trained)
         for command in commands_of(claim):
-            assert set(re.findall(r"--init runs/(\w+)/", command)) <= made, claim
+            names = re.findall(r"(?<!--out )runs/([\w-]+)", command)
+            assert set(names) <= made, claim
             made |= set(re.findall(r"--out runs/(\w+)", command))
+            read += len(names)
+    assert read > 15
 
 
 def test_sizes_of_domainnet_are_those_that_are_checked():
     rows = [c for c in CLAIMS if "DHVT" in c.paper and c.where == "Table 6"]
     for claim in rows:
         train, test = DOMAINS[claim.row.partition(",")[0]]
-        assert claim.figures == f"{train:,} / {test:,} / {DOMAIN_CLASSES}"
+        mean = round(train / DOMAIN_CLASSES)
+        assert claim.figures == f"{train:,} / {test:,} / {DOMAIN_CLASSES} / {mean}"
 
 
 COUNTED = [c for c in CLAIMS if re.match(r"[\d,.]+ ", c.here)]

@@ -1,7 +1,8 @@
 """Attention with alpha-entmax in place of softmax: ViT-Sparse of Bootstrapping ViTs, Table 1.
 
 alpha-entmax (arXiv 1905.05702) gives weights of exactly 0 to low scores: softmax for alpha 1,
-sparsemax for alpha 2. Each block learns its own alpha (arXiv 1909.00015), from 1.5 on.
+sparsemax for alpha 2. Each block learns its own alpha, from 1.5 on, as in the published code;
+arXiv 1909.00015, which the paper cites for ViT-Sparse, learns one for each head.
 
 The package `entmax` does 50 bisections where 10 Newton steps suffice below, and its gradient of
 alpha divides by (alpha - 1)², where this one divides by alpha - 1.

@@ -4,7 +4,9 @@
         + feature_weight decay sum over blocks L_feat
 
 The paper's equation 9 gives the factor 10 to the mutual term; its section 4.5 and the published
-code give it to L_feat, as this file does.
+code give it to L_feat, as this file does. The paper's L_KD has the labels' loss in it, so its
+weight of L_mutual scales that loss too; distill_weight does not, or the rows of its Table 4 without
+mutual distillation would have no labels.
 """
 
 import math
@@ -218,7 +220,8 @@ class BootstrapOptions(Options):
     # more arguments of the agent, each NAME=VALUE as in --model-kwargs: down, pool, norm. Table 1's
     # 3.37 and 9.46 G FLOPs are those of 'down=(2,5)' for ViT-S and 'down=(4,10)' for ViT-B
     agent_kwargs: tuple[str, ...] = ()
-    distill_weight: NonNegative = 1.0  # mutual distillation weight
+    # mutual distillation weight; the losses with labels, which the paper's L_KD includes, keep 1
+    distill_weight: NonNegative = 1.0
     distill_temperature: Annotated[float, Bounds(1e-3)] = 4.0  # mutual distillation temperature
     # weight of the feature loss, which fits blocks to the features of the agent
     feature_weight: NonNegative = 10.0

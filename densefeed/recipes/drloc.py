@@ -46,7 +46,8 @@ RECIPES = {
 
 The public code does not divide offsets by the positions of the grid. In its scale the weight of the
 loss is --drloc-weight 3.5 for Swin-T and --drloc-weight 0.7 for CvT-13, as in the DRLoc code, and
-T2T-ViT-14. --drloc-published is the code's loss. The weight for ResNet-50 is not published.""",
+T2T-ViT-14. --drloc-published is the code's loss. The weight for ResNet-50 is not published. The
+published accuracies are those of the best epoch on the test set.""",
         DRLOC,
         "CIFAR-100 / clipart / painting / sketch, of DHVT's Table 10",
         swin_t_drloc=(SWIN, "66.23 / 47.47 / 41.86 / 38.55 %; Table 6, IN-100: 84.02 %"),

@@ -113,6 +113,19 @@ def test_all_of_swin_t_has_a_head_for_every_block(published, heads, count):
     assert sum(p.numel() for p in localizer.parameters()) == count
 
 
+@pytest.mark.parametrize(
+    ("name", "widths"),
+    [("t2t_vit_14", 14 * [384]), ("resnet50", [64, 256, 512, 1024, 2048])],
+    ids=["t2t_vit_14", "resnet50"],
+)
+def test_outside_all_has_a_head_for_each_block_or_stage(name, widths):
+    """14 blocks, none of the T2T module; a stem and four stages."""
+    with meta_device():
+        localizer = LocalizedModel(timm.create_model(name), "all", 7, [224]).localizer
+    inputs = [next(head.parameters()).shape[1] for head in localizer.heads]
+    assert inputs == [2 * width for width in widths]
+
+
 def test_heads_of_other_variants_have_published_parameters():
     """The four maps of the public code's `all`.
 

@@ -187,12 +187,14 @@ def test_error_names_nonfinite_weight_of_agent(config, monkeypatch):
 # ------------------------------------------------------------------------- a step
 
 
-def test_step_loss_matches_paper(config):
+@pytest.mark.parametrize("weight", [1.0, 3.0])
+def test_outside_step_loss_matches_paper(config, weight):
     """With image labels: two cross entropies, two divergences and the features, in float64.
 
-    The decay is that of the second of 4 epochs.
+    The decay is that of the second of 4 epochs. --distill-weight scales the divergences alone, not
+    the cross entropies, which the paper's L_mutual includes.
     """
-    run = config(epochs=4, smoothing=0.0, drop_path=0.0)
+    run = config(epochs=4, smoothing=0.0, drop_path=0.0, distill_weight=weight)
     both, first = wrapped_and_first_batch(run)
     batch = first.batch
     assert first.context(epoch=1).inputs[0].item() == 0.75
@@ -210,7 +212,8 @@ def test_step_loss_matches_paper(config):
         x = x.double().unflatten(1, (y.shape[1], -1)).mean(2)
         features += (2 - 2 * F.cosine_similarity(x, y, dim=2)).mean()
     assert [y.flatten(2).shape[2] for y in output.maps] == [16, 4]
-    assert ours.item() == pytest.approx((own + soft + 10 * 0.75 * features).item(), rel=1e-5)
+    total = own + weight * soft + 10 * 0.75 * features
+    assert ours.item() == pytest.approx(total.item(), rel=1e-5)
 
 
 def test_both_networks_use_score_maps(config):

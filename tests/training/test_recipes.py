@@ -1,12 +1,15 @@
 """Recipes against the papers' tables and published commands; tables in the docs against models."""
 
+import math
 import re
+import shlex
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import timm
 import tyro
+from torch import nn
 
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.recipes import RECIPES
@@ -16,7 +19,7 @@ from densefeed.tools.model_costs import costs_by_name
 from densefeed.training.schedule import learning_rate
 
 from ..documents import FOLDERS, count_parameters, parse, table_rows
-from ..runs import meta_device, model_for, objective_for
+from ..runs import meta_device, model_for, objective_for, wrap
 
 ROOT = Path(__file__).parents[2]
 
@@ -161,9 +164,12 @@ def test_help_of_published_lvvit_recipes_names_the_steps_of_an_epoch(size):
     assert told in " ".join(recipe.text.split())
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if re.match("lvvit.*fine_tune", name)])
-def test_lvvit_fine_tune_matches_supplementary(name, command):
-    """Also that --init is required, by name."""
+@pytest.mark.parametrize("name", [name for name in RECIPES if re.match("lvvit.*fine_tune$", name)])
+def test_outside_lvvit_fine_tune_matches_supplementary(name, command):
+    """Section 1: 30 epochs, batch 512, 5e-6, weight decay 1e-8, the rest as in Table 1: a cosine.
+
+    Also that --init is required, by name.
+    """
     config = RECIPES[name]()
     assert (
         config.optim.epochs,
@@ -173,12 +179,62 @@ def test_lvvit_fine_tune_matches_supplementary(name, command):
     ) == (30, 512, 5e-6, 1e-8)
     assert config.mix.mixtoken
     assert config.objective.name == "token-label"
-    assert {learning_rate(config.optim, epoch * 10, 10) for epoch in range(5, 30)} == {5e-6}
+    assert config.optim.warmup_epochs == 5
+    rates = [learning_rate(config.optim, epoch * 10, 10) for epoch in range(5, 31)]
+    cosine = [2.5e-6 * (1 + math.cos(math.pi * epoch / 30)) for epoch in range(5, 31)]
+    assert rates == pytest.approx(cosine, abs=1e-12)
     assert config.model.init is tyro.MISSING
+    text = " ".join(RECIPES[name].text.split())
+    assert "a cosine from 5e-6" in text
+    assert "the rate constant after the warm-up: --min-lr 5e-6" in text
     if name == "lvvit_s_384_fine_tune":
         done = command("train.py", name, *FOLDERS)
         assert done.returncode == 2
         assert "--init" in done.stdout + done.stderr
+
+
+def test_outside_published_fine_tune_keeps_the_rate_of_the_published_command():
+    """5e-6 from the fifth epoch on, also in the code's ten epochs after the last."""
+    tuned = RECIPES["lvvit_s_384_fine_tune_published"]()
+    optim = tuned.optim
+    assert {learning_rate(optim, epoch * 10, 10) for epoch in range(5, 40)} == {5e-6}
+    assert (optim.batch, optim.epochs, optim.total_epochs, optim.weight_decay, optim.ema) == (
+        512,
+        30,
+        40,
+        1e-8,
+        0,
+    )
+    assert (tuned.data.size, tuned.model.drop_path, tuned.model.init) == (384, 0.1, tyro.MISSING)
+    trained = RECIPES["lvvit_s_224_token_label_published"]()
+    assert tuned.labels == trained.labels
+    assert tuned.augment == trained.augment
+    assert tuned.objective == trained.objective
+
+
+def test_outside_help_of_lvvit_names_what_the_tables_do_not_list():
+    for name, words in {
+        "lvvit_s_224_token_label": "smoothing of 0.1 and the EMA",
+        "lvvit_l_288_token_label": "smoothing of 0.1 and the EMA of T, S and M",
+        "lvvit_s_224_relabel": "smoothing of 0.1 and the EMA",
+        "lvvit_s_224_standard": "Table 2 lists neither CutMix, here as in DeiT, nor smoothing",
+    }.items():
+        config = RECIPES[name]()
+        assert words in " ".join(RECIPES[name].text.split())
+        assert (config.labels.smoothing, config.optim.ema) == (0.1, 0.99992)
+        assert config.mix.cutmix == (1.0 if "standard" in name else 0.0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name for name in RECIPES if re.match("dhvt_[ts]_|(swin_t|cvt|t2t|resnet_50)_drloc$", name)],
+)
+def test_outside_help_names_repeats_of_dhvt_and_the_best_epoch(name):
+    text = " ".join(RECIPES[name].text.split())
+    assert "accuracies are those of the best epoch on the test set" in text
+    if "dhvt" in name:
+        assert "repeat each image three times" in text
+        assert "--repeats 3" in text
 
 
 BOOTSTRAPPING = [n for n in RECIPES if n.startswith("bootstrapping") and "micro" not in n]
@@ -247,10 +303,50 @@ def test_only_published_bootstrapping_recipes_do_as_the_published_code(name):
     assert config.optim.decay_all == published
 
 
+@pytest.mark.parametrize(
+    ("size", "norm_first", "down"), [("s", True, {1, 2}), ("b", False, {3, 9})]
+)
+@pytest.mark.parametrize("kind", ["joint", "shared"])
+def test_outside_published_bootstrapping_recipes_have_the_published_agent(
+    size, norm_first, down, kind
+):
+    """Norms before (S) or after (B) the branch, pools after these blocks, a max-pool of 3."""
+    config = RECIPES[f"bootstrapping_vit_{size}_{kind}_published"]()
+    with meta_device():
+        agent = wrap(config, model_for(config, 100), 100).agent
+    assert agent.down == down
+    assert {block.norm_first for block in agent.blocks} == {norm_first}
+    (pool,) = [part for part in agent.stem if isinstance(part, nn.MaxPool2d)]
+    assert (pool.kernel_size, pool.stride) == (3, 2)
+
+
+PAGES = ("docs/results/papers.md", "docs/guides/small-datasets.md")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_outside_flags_of_the_published_agent_b_are_those_of_its_recipe(page):
+    """In a shell's words; a flag replaces all arguments of the agent, so it repeats the norm."""
+    text = " ".join((ROOT / page).read_text().split())
+    (flags,) = re.findall(r"-kwargs (\"norm='after'\" pool=3 'down=\(3,9\)')", text)
+    recipe = RECIPES["bootstrapping_vit_b_joint_published"]()
+    assert set(shlex.split(flags)) == set(recipe.objective.bootstrap.agent_kwargs)
+
+
+@pytest.mark.parametrize("name", [n for n in BOOTSTRAPPING if not n.endswith("published")])
+def test_outside_help_of_bootstrapping_names_what_is_the_codes(name):
+    """ViT-S's dropout, Agent-B's norms, rates that change once per epoch: none is in the text."""
+    text, config = " ".join(RECIPES[name].text.split()), RECIPES[name]()
+    for words in ("dropout of 0.1", "Agent-B's branches", "once per epoch", "60 to 100 %"):
+        assert words in text
+    assert config.optim.lr_updates == "epoch"
+    assert config.data.crop_scale == (0.6, 1.0)
+    assert ("attn_drop_rate=0.1" in config.model.kwargs) == ("_vit_s_" in name)
+
+
 def test_help_of_published_bootstrapping_recipes_names_what_remains():
     """Weights begin as timm's: as in vit.py, whose docstring has the published code's."""
-    for kind in ("shared", "joint"):
-        text = " ".join(RECIPES[f"bootstrapping_vit_s_{kind}_published"].text.split())
+    for kind in ("s_shared", "s_joint", "b_shared", "b_joint"):
+        text = " ".join(RECIPES[f"bootstrapping_vit_{kind}_published"].text.split())
         assert "differences remain" in text
         assert "initial weights are others" in text
         assert "in joint training: on several give --sync-batchnorm" in text

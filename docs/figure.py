@@ -2,9 +2,9 @@
 
     python docs/figure.py
 
-The scene is drawn, so no photograph is needed, and its score map is exact: a cell has the class that
-covers most of it. Crop and token labels are those of the code that trainings use (`crop_views`,
-`sparse_targets`).
+The scene is drawn, so no photograph is needed, and its score map is exact: a cell has the shares of
+the classes that cover it. Crop and token labels come from the code that trainings use
+(`crop_views`, `sparse_targets`).
 """
 
 from collections.abc import Callable

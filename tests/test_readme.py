@@ -49,10 +49,10 @@ RUN = (
 )
 PAGES = sorted(ROOT.glob("docs/**/*.md"))
 PROSE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
-# Options of torchrun, of Slurm and of an example that the pages mention.
+# Options of torchrun, of Slurm and of examples that the pages mention.
 FOREIGN = {
     *("--nnodes", "--nproc-per-node", "--rdzv-endpoint", "--rdzv-id", "--signals-to-handle"),
-    *("--signal", "--requeue", "--penalty-weight"),
+    *("--signal", "--requeue", "--penalty-weight", "--peer-weight"),
 }
 SCRIPT = "loop.py"  # the script that a page tells to save
 ACTIVATE = ["source", ".venv/bin/activate"]  # what the tests run in is active already

@@ -283,14 +283,14 @@ def module_of(name: str) -> str:
 
 @pytest.mark.parametrize("signaled", [True, False])
 def test_outside_the_slurm_script_of_a_training_is_queued_again(tmp_path, signaled):
-    """The signal reaches torchrun through srun; a run that ended by itself is not queued again.
+    """The signal reaches torchrun through srun; a run that failed by itself is not queued again.
 
     Stand-ins: srun becomes its command, as torchrun a shell that ends with 1 at SIGUSR1, and
     scontrol writes what it is told.
     """
     (script,) = blocks(ROOT / "docs/guides/many-gpus.md", "bash")
     assert "#SBATCH" in script
-    ended = "sleep 0.2; kill -USR1 $PPID; sleep 30 & wait" if signaled else "exit 1"
+    ended = "sleep 0.2; kill -USR1 $PPID; sleep 30 & wait" if signaled else "exit 3"
     stand_ins = {
         "srun": 'exec "$@"',
         "torchrun": f"trap 'kill $!; echo saved > saved; exit 1' USR1\n{ended}",
@@ -301,7 +301,9 @@ def test_outside_the_slurm_script_of_a_training_is_queued_again(tmp_path, signal
         (tmp_path / name).chmod(0o755)
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node-[1-2]", "SLURM_NNODES": "2"}
     environment = {**os.environ, **slurm, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, timeout=20)
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, timeout=20)
+    # A failure stays one; 3 is that of the stand-in.
+    assert done.returncode == (0 if signaled else 3)
     told = (tmp_path / "told").read_text().splitlines()
     assert told == ["show hostnames node-[1-2]", *(["requeue 7"] if signaled else [])]
     assert (tmp_path / "saved").exists() == signaled

@@ -21,10 +21,12 @@ from densefeed.tools import score_maps
 
 ROOT = Path(__file__).parent.parent
 PAGE = "reference/command-line.md"
-# Files of the repository that a page of the site includes as a whole.
+# Files of the repository, and the page of the site that has their text. The page itself, as GitHub
+# shows it, only links to the file.
 INCLUDED = {
     "densefeed/storage/FORMAT.md": "formats/index.md",
     "densefeed/recipes/ABLATIONS.md": "reference/ablations.md",
+    "records/README.md": "results/records.md",
 }
 INTRODUCTION = """# Command line
 
@@ -83,8 +85,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Adapt what is written for GitHub.
 
-    Drop paragraphs that begin with "On GitHub, ", point links to included files at their pages, and
-    keep only the path of links to other files.
+    Drop paragraphs that begin with "On GitHub, ", include the files of INCLUDED and point links to
+    them at their pages, and keep only the path of links to other files.
     """
     # Links and `src_uri` have forward slashes on every system, unlike os.path on Windows.
     folder = posixpath.dirname(page.file.src_uri)
@@ -97,5 +99,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return link[0] if path.startswith("docs/") else f"`{text}`"
 
     markdown = re.sub(r"(?m)^On GitHub, (?:.+\n)+\n?", "", markdown)
+    markdown += "".join(
+        (ROOT / file).read_text() for file, uri in INCLUDED.items() if uri == page.file.src_uri
+    )
     # Links with a scheme (https:, mailto:) and links within the page stay as they are.
     return re.sub(r"\[([^\[\]]+)\]\((?![a-z]+:)([^)#\s]+)(#[^)\s]+)?\)", adapt, markdown)

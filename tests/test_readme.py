@@ -3,7 +3,9 @@ quickstart, its links and options exist, and the site builds without a warning.
 """
 
 import json
+import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -11,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 
 from densefeed.recipes import RECIPES
@@ -46,10 +49,10 @@ RUN = (
 )
 PAGES = sorted(ROOT.glob("docs/**/*.md"))
 PROSE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
-# Options of torchrun, of Slurm and of an example that the pages mention.
+# Options of torchrun, of Slurm and of examples that the pages mention.
 FOREIGN = {
-    *("--nnodes", "--nproc-per-node", "--signals-to-handle"),
-    *("--signal", "--penalty-weight"),
+    *("--nnodes", "--nproc-per-node", "--rdzv-endpoint", "--rdzv-id", "--signals-to-handle"),
+    *("--signal", "--requeue", "--penalty-weight", "--peer-weight"),
 }
 SCRIPT = "loop.py"  # the script that a page tells to save
 ACTIVATE = ["source", ".venv/bin/activate"]  # what the tests run in is active already
@@ -221,6 +224,89 @@ def test_the_readme_is_short():
     assert len(lines) <= 200
     assert len(text.split()) <= 1600
     assert not [line for line in lines if len(line) > 100]
+
+
+NEWCOMERS = [*ROOT.glob("docs/start/*.md"), *ROOT.glob("docs/guides/*.md")]
+
+
+def test_outside_the_pages_for_newcomers_are_short():
+    """Half of the 15,407 words that both folders had at commit 6d54ec6."""
+    assert sum(len(page.read_text().split()) for page in NEWCOMERS) <= 15_407 // 2
+
+
+@pytest.mark.parametrize("page", NEWCOMERS, ids=lambda page: page.stem)
+def test_outside_what_was_never_run_is_in_the_faq_alone(page):
+    text = " ".join(page.read_text().split())
+    doubts = r"(never|not|nothing was) (run|measured|trained|used|tried|executed)|inconclusive"
+    assert not re.search(doubts, text, re.I)
+    assert re.search(doubts, (ROOT / "docs/faq.md").read_text())
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/guides/*.md")), ids=lambda page: page.stem)
+def test_outside_a_guide_names_what_goes_wrong(page):
+    _, _, wrong = page.read_text().partition("\n## If it goes wrong\n")
+    assert len(re.findall(r"^- \*\*", wrong, re.M)) == 3
+
+
+def test_outside_code_on_pages_is_on_github_too():
+    """GitHub shows `--8<--`, which included a file on the site, as it is."""
+    assert not [page for page in PAGES if "--8<--" in page.read_text()]
+    shown = [code.strip() for code in blocks(ROOT / "docs/extending.md", "python")]
+    for file in ROOT.glob("tests/extensions/*.py"):
+        assert file.read_text().strip() in shown, f"{file.name} and docs/extending.md differ"
+
+
+def test_outside_the_figure_is_what_its_script_draws():
+    path = ROOT / "docs/images/labels.svg"
+    drawn = runpy.run_path(str(ROOT / "docs/figure.py"))["draw"]()
+    assert drawn == path.read_text(), "run python docs/figure.py"
+    assert len(drawn.encode()) < 200_000
+    # Every class but the background has a letter, for readers who cannot tell colors apart.
+    for panel in drawn.split('<g transform="translate')[2::2]:
+        assert re.findall(r">([CTS])</text>", panel)
+
+
+def test_outside_parameters_of_the_micro_models_are_those_of_the_page():
+    _, _, table = (ROOT / "docs/reference/models.md").read_text().partition("## Micro models")
+    rows = re.findall(r"^\| `(\w+_micro)` \| ([\d,]+) \|", table, re.M)
+    listed = {name for name in timm.list_models("*_micro") if "densefeed" in module_of(name)}
+    assert {name for name, _ in rows} == listed
+    for name, count in rows:
+        model = timm.create_model(name, num_classes=10)
+        assert f"{sum(one.numel() for one in model.parameters()):,}" == count, name
+
+
+def module_of(name: str) -> str:
+    """Return the module that defines a model of timm."""
+    return timm.models.model_entrypoint(name).__module__
+
+
+@pytest.mark.parametrize("signaled", [True, False])
+def test_outside_the_slurm_script_of_a_training_is_queued_again(tmp_path, signaled):
+    """The signal reaches torchrun through srun; a run that failed by itself is not queued again.
+
+    Stand-ins: srun becomes its command, as torchrun a shell that ends with 1 at SIGUSR1, and
+    scontrol writes what it is told.
+    """
+    (script,) = blocks(ROOT / "docs/guides/many-gpus.md", "bash")
+    assert "#SBATCH" in script
+    ended = "sleep 0.2; kill -USR1 $PPID; sleep 30 & wait" if signaled else "exit 3"
+    stand_ins = {
+        "srun": 'exec "$@"',
+        "torchrun": f"trap 'kill $!; echo saved > saved; exit 1' USR1\n{ended}",
+        "scontrol": "echo node-1\necho node-2\necho $* >> told",
+    }
+    for name, text in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node-[1-2]", "SLURM_NNODES": "2"}
+    environment = {**os.environ, **slurm, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, timeout=20)
+    # A failure stays one; 3 is that of the stand-in.
+    assert done.returncode == (0 if signaled else 3)
+    told = (tmp_path / "told").read_text().splitlines()
+    assert told == ["show hostnames node-[1-2]", *(["requeue 7"] if signaled else [])]
+    assert (tmp_path / "saved").exists() == signaled
 
 
 def slug(heading: str) -> str:

@@ -6,8 +6,9 @@ commands for the tables of the papers.
 
 from densefeed.recipes import bootstrapping, deit, dhvt, drloc, lvvit, micro, quickstart
 
-RECIPES = {
-    name: recipe
+# Modules by their short names, by which the command line lists their recipes.
+PAPERS = {
+    paper.__name__.rpartition(".")[2]: paper
     for paper in (lvvit, deit, bootstrapping, drloc, dhvt, micro, quickstart)
-    for name, recipe in paper.RECIPES.items()
 }
+RECIPES = {name: recipe for paper in PAPERS.values() for name, recipe in paper.RECIPES.items()}

@@ -1,12 +1,13 @@
 """Reads a command line that names a recipe and the options that differ from it."""
 
 import sys
+from itertools import groupby
+from pathlib import Path
 
 import tyro
 
 from densefeed.objectives import check_unused
-from densefeed.recipes import RECIPES
-from densefeed.recipes.recipe import Recipe
+from densefeed.recipes import PAPERS, RECIPES
 from densefeed.system.options import named_options, with_options
 from densefeed.system.terminal import STDOUT, name_stream
 from densefeed.training.config import Config, check_recipe, choose_sizes
@@ -18,13 +19,14 @@ def read_config(about: str, **values: object) -> Config:
     `about` is the text of --help; `values` replace those of every recipe.
     """
 
-    def describe(recipe: Recipe) -> str:
-        """One line of each in the list of recipes; in a recipe's own --help its text."""
-        return recipe.text if recipe.name in sys.argv else recipe.text.partition("\n")[0]
-
+    paper, words = "", sys.argv[1:]
+    if words and words[0] in PAPERS:
+        paper, *words = words
+    if words and words[0] in ("-h", "--help"):
+        print(list_recipes(paper) if paper else list_papers(about))
+        sys.exit()
     recipes = {
-        name: (describe(recipe), with_options(recipe(), **values))
-        for name, recipe in RECIPES.items()
+        name: (recipe.text, with_options(recipe(), **values)) for name, recipe in RECIPES.items()
     }
     check_recipe(sys.argv[1:2], list(recipes))
     flat = (tyro.conf.OmitArgPrefixes,)
@@ -34,3 +36,28 @@ def read_config(about: str, **values: object) -> Config:
     # tyro does not return the name of the recipe that it chose.
     check_unused(config, recipes[sys.argv[1]][1], given)
     return choose_sizes(config, given)
+
+
+def list_papers(about: str) -> str:
+    """Return the text of --help without a recipe: the papers and how many recipes each has."""
+    program = Path(sys.argv[0]).name
+    lines = [f"usage: {program} RECIPE [options]", "", about.strip(), "", "RECIPE is one of:", ""]
+    for short, paper in PAPERS.items():
+        title = (paper.__doc__ or "").partition("\n")[0].removeprefix("Recipes of ")
+        example = next(iter(paper.RECIPES))
+        lines += [f"  {len(paper.RECIPES):3} of {short}: {title}", f"      e.g. {example}"]
+    lines += [
+        "",
+        f"{program} {next(iter(PAPERS))} --help lists the recipes of one of these names,",
+        f"{program} RECIPE --help what a recipe is, its source, and all options.",
+    ]
+    return "\n".join(lines)
+
+
+def list_recipes(paper: str) -> str:
+    """Return the names of a paper's recipes, those that share a description together."""
+    recipes = PAPERS[paper].RECIPES.values()
+    return "\n".join(
+        "\n    ".join([about, *(recipe.name for recipe in alike)])
+        for about, alike in groupby(recipes, lambda recipe: recipe.text.partition("\n")[0])
+    )

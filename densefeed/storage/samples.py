@@ -1,6 +1,6 @@
 """Convert images of every Pillow mode to RGB of 8 bits; deeper samples are scaled, not clipped.
 
-A table in docs/start/your-images.md shows what each format and mode becomes.
+A table in docs/reference/data.md shows what each format and mode becomes.
 """
 
 import numpy as np

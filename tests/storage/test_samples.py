@@ -30,7 +30,7 @@ from densefeed.tools.pack_dataset import Packing, main
 
 from ..jpeg_files import header_jpeg
 
-PAGE = Path(__file__).parents[2] / "docs/start/your-images.md"
+PAGE = Path(__file__).parents[2] / "docs/reference/data.md"
 HEIGHT, WIDTH = 4, 64
 RAMP = np.tile(np.linspace(0, 1, WIDTH), (HEIGHT, 1))
 # Alpha of half-transparent images.

@@ -12,7 +12,7 @@ import tyro
 from torch import nn
 
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.recipes import RECIPES
+from densefeed.recipes import PAPERS, RECIPES
 from densefeed.system.errors import UserError
 from densefeed.system.options import leaves, with_options
 from densefeed.tools.model_costs import costs_by_name
@@ -617,13 +617,20 @@ def test_docs_list_all_models_of_the_papers():
     assert set(timm.list_models(["dhvt*", "cvt*", "t2t*"], exclude_filters="*micro")) <= built
 
 
-def test_help_of_recipe_list_and_of_one_recipe(command):
-    listed, own = (
-        command("train.py", "--help"),
-        command("train.py", "lvvit_s_224_relabel", "--help"),
+def test_outside_help_lists_papers_and_each_its_recipes(command):
+    """The list of all recipes was the first screen of --help, and 400 lines long."""
+    listed, own, *papers = (
+        command("train.py", *words, "--help")
+        for words in ([], ["lvvit_s_224_relabel"], *([short] for short in PAPERS))
     )
-    assert listed.returncode == own.returncode == 0
-    assert all(name in listed.stdout for name in RECIPES)
+    assert all(done.returncode == 0 for done in (listed, own, *papers))
+    assert len(listed.stdout.splitlines()) < 35
+    counts, shorts = zip(*re.findall(r"^ +(\d+) of (\w+): \S", listed.stdout, re.M), strict=True)
+    assert sum(map(int, counts)) == len(RECIPES)
+    assert shorts == tuple(PAPERS)
+    names = [re.findall(r"^    (\w+)$", done.stdout, re.M) for done in papers]
+    assert [str(len(found)) for found in names] == list(counts)
+    assert [name for found in names for name in found] == list(RECIPES)
     assert "Not run here" not in listed.stdout
     assert "Not run here." in own.stdout
 

@@ -320,7 +320,7 @@ def test_outside_published_bootstrapping_recipes_have_the_published_agent(
     assert (pool.kernel_size, pool.stride) == (3, 2)
 
 
-PAGES = ("docs/results/papers.md", "docs/guides/small-datasets.md")
+PAGES = ("docs/results/papers.md", "docs/reference/methods.md")
 
 
 @pytest.mark.parametrize("page", PAGES)

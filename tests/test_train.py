@@ -725,6 +725,37 @@ def test_outside_validation_images_may_lack_a_class(folder, tmp_path, capsys):
     assert f"{some} has no images of 1 of the 2 classes of {folder}: cat" in capsys.readouterr().out
 
 
+def test_outside_validation_classes_may_have_another_unicode_form(folder, tmp_path):
+    """Validation images from a Mac: é is two characters there. They were refused."""
+    nfc, nfd, home = "caf\u00e9", "cafe\u0301", tmp_path / "home"
+    shutil.copytree(folder, home)
+    (home / "train" / "dog").rename(home / "train" / nfc)
+    (home / "val" / "dog").rename(home / "val" / nfd)
+    run = setup.setup_run(
+        config((home, home), tmp_path / "a", loader="folder", objective="ce"), ALONE
+    )
+    assert run.val.class_names == run.loader.class_names == [nfc, "cat"]
+    images = Images(home, split="val")
+    want = [nfc if images.class_names[n] == nfd else "cat" for n in images.labels]
+    labels = torch.cat([batch.label[batch.weight > 0] for batch in run.val.batches(0)])
+    assert [run.val.class_names[n] for n in labels] == want
+
+
+def test_outside_validation_classes_that_look_equal_are_explained():
+    with pytest.raises(UserError) as error:
+        setup.align_classes(
+            DataOptions(train=Path("a"), val=Path("a")),
+            SimpleNamespace(class_names=["Dog", "caf\u00e9", "cafe\u0301"]),
+            SimpleNamespace(class_names=["caf\u00e9", "dog"]),
+            None,
+        )
+    assert str(error.value) == (
+        "--val a has 1 of 2 classes that --data a lacks (dog), which has 3 (Dog, caf\u00e9, "
+        "cafe\u0301); validate on the classes of the training set; 'Dog' and 'dog' differ in case "
+        "or Unicode form only"
+    )
+
+
 def test_outside_validation_classes_without_names_are_explained():
     with pytest.raises(UserError, match="stock FFCV has no class names"):
         setup.align_classes(

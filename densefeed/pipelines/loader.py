@@ -24,6 +24,7 @@ from densefeed import native
 from densefeed.pipelines.batch import Batch, ScoreMapSpec, allocate_maps, crop_batch
 from densefeed.pipelines.plan import EpochPlan, RankRows
 from densefeed.pipelines.shapes import Shape
+from densefeed.storage.dataset_names import match_forms
 from densefeed.storage.parquet_files import Blocks
 from densefeed.storage.score_maps import ScoreMaps
 from densefeed.system.errors import UserError, explain_os_error
@@ -303,7 +304,8 @@ class ThreadedLoader:
     def renumber(self, class_names: list[str]) -> None:
         """Number the classes as in `class_names`, which names all of this loader's, and more."""
         numbers = {name: number for number, name in enumerate(class_names)}
-        new = np.array([numbers[name] for name in self.class_names], np.int64)
+        own = match_forms(self.class_names, class_names)
+        new = np.array([numbers[name] for name in own], np.int64)
         self.source.labels, self.source.class_names = new[self.source.labels], class_names
         self.class_names, self.num_classes = class_names, len(class_names)
 

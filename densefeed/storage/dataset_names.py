@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
@@ -29,7 +30,7 @@ SYSTEM = re.compile(
     r"@Recently-Snapshot|\$RECYCLE\.BIN|System Volume Information|lost\+found)(?:/|$)",
     re.IGNORECASE,
 )
-# Kinds of files that a message lists, and characters of each.
+# Names or kinds of files that a message lists, and characters of a kind.
 NAMED, LETTERS = 5, 18
 # Images whose paths are hashed or compared at once.
 MOST_NAMES = 2**14
@@ -75,6 +76,7 @@ def find_system_entry(path: str) -> str:
 def sort_images(home: Path | ObjectURL, files: Iterable[str]) -> list[str]:
     """Return the images in class folders among the files below `home`, in timm's order.
 
+    Names that are equal to `natural_key`, as 1.jpg and 01.jpg, have the order of their text.
     An image is known by its ending. Hidden names and those of systems (SYSTEM) are left out. Prints
     how many files were left out. UserError for a name that no path can have, and if all images lie
     in no class folder.
@@ -102,9 +104,8 @@ def sort_images(home: Path | ObjectURL, files: Iterable[str]) -> list[str]:
         print(f"{home}: {describe_system(system)}")
     if flat:
         print(f"{home}: images left out that lie in no class folder: {len(flat):,}, as {min(flat)}")
-    # Names that are equal to `natural_key`, as 1.jpg and 01.jpg, stay in the order of the disk, as
-    # in timm: another one would change the fingerprint of the stores that exist.
-    return sorted(paths, key=natural_key)
+    # timm leaves equal names in the order of the disk, which a copy of the folder does not keep.
+    return sorted(sorted(paths), key=natural_key)
 
 
 # ------------------------------------------------------------------------- classes
@@ -187,6 +188,41 @@ def find_shared_folders(paths: Sequence[str]) -> list[str]:
     return shared[: max(0, min(path.count("/") for path in paths) - 1)]
 
 
+def find_unused(labels: np.ndarray, class_names: Sequence[str]) -> list[str]:
+    """Return the names of the classes that no label is."""
+    counts = np.bincount(labels, minlength=len(class_names))
+    return [class_names[label] for label in np.flatnonzero(counts == 0).tolist()]
+
+
+def match_forms(names: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Return `names` as `known` has them, whose Unicode form may be another.
+
+    A Mac writes "é" as two characters. Names stay as they are where one of either would stand for
+    several.
+    """
+    forms = {unicodedata.normalize("NFC", name): name for name in known}
+    matched = [forms.get(unicodedata.normalize("NFC", name), name) for name in names]
+    clear = len(forms) == len(set(known)) and len(set(matched)) == len(set(names))
+    return matched if clear else list(names)
+
+
+def describe_lookalikes(names: Iterable[str], known: Iterable[str] = ()) -> str:
+    """Describe a name that differs from an earlier one, or one of `known`, in case or form only.
+
+    The form is Unicode's, see `match_forms`. Empty if there is none.
+    """
+
+    def fold(name: str) -> str:
+        return unicodedata.normalize("NFC", name).casefold()
+
+    first = {fold(name): name for name in known}
+    for name in names:
+        earlier = first.setdefault(fold(name), name)
+        if earlier != name:
+            return f"{earlier!a} and {name!a} differ in case or Unicode form only"
+    return ""
+
+
 def check_two_classes(root: object, class_names: Sequence[str]) -> None:
     """Raise UserError for one class alone, which a classifier cannot learn."""
     if len(class_names) == 1:
@@ -235,6 +271,11 @@ def describe_system(entries: Iterable[str]) -> str:
     kinds = Counter("._*" if name.startswith("._") else name for name in names)
     noun = "hidden or system names were" if len(names) > 1 else "hidden or system name was"
     return f"{len(names):,} {noun} left out: {list_kinds(kinds)}"
+
+
+def list_some(names: Sequence[str]) -> str:
+    """Write out the first names of a list."""
+    return ", ".join(names[:NAMED]) + ", ..." * (len(names) > NAMED)
 
 
 def list_kinds(counts: Counter) -> str:

@@ -41,15 +41,19 @@ from densefeed.storage.dataset_names import (
     begin_at_classes,
     check_label,
     choose_home,
+    describe_lookalikes,
     describe_system,
     find_classes,
     find_system_entry,
+    find_unused,
+    list_some,
+    match_forms,
     number_folders,
     skip_split,
     sort_images,
     take_class,
 )
-from densefeed.storage.image_shards import read_parquet, read_tar, recognize
+from densefeed.storage.image_shards import check_folders, read_parquet, read_tar, recognize
 from densefeed.storage.object_images import ObjectImages, read_objects
 from densefeed.storage.parquet_files import ParquetImages
 from densefeed.storage.tar_files import TarImages
@@ -166,6 +170,7 @@ def find(root: Path | ObjectURL, dataset: str, split: str) -> Found:
     if not found.paths:
         raise UserError(f"{root} holds no images of the split {split!r}; check --data and --split")
     check_labels(root, found)
+    describe_classes(root, found)
     return found
 
 
@@ -184,6 +189,18 @@ def check_labels(root: Path | ObjectURL, found: Found) -> None:
         )
 
 
+def describe_classes(root: Path | ObjectURL, found: Found) -> None:
+    """Print which classes no image has, and two whose names look equal."""
+    names = found.class_names
+    if unused := find_unused(found.labels, names):
+        print(
+            f"{root} has no images of {len(unused):,} of its {len(names):,} classes: "
+            f"{list_some(unused)}"
+        )
+    if pair := describe_lookalikes(names):
+        print(f"warning: {root} has classes whose names look equal: {pair}")
+
+
 def read_folder(root: Path, split: str) -> Listed:
     """Read a folder of class folders, or the one of `split` in it, in timm's order.
 
@@ -192,7 +209,9 @@ def read_folder(root: Path, split: str) -> Listed:
     """
     if not root.is_dir():
         raise UserError(f"{root} is not a folder; give a folder of class folders with images in it")
-    home = choose_home(root, {path.name for path in root.iterdir() if path.is_dir()}, split)
+    there = {path.name for path in root.iterdir() if path.is_dir()}
+    check_folders(root, there, split)
+    home = choose_home(root, there, split)
     files = (
         f"{folder}/{name}" if folder else name for folder, names in walk(home) for name in names
     )
@@ -515,6 +534,7 @@ def select_classes(root: Path, file: str, split: str) -> Listed:
     known = set(whole.class_names)
     # A folder's name may have spaces; the lists of ImageNet-100 describe a class behind its name.
     names = [line if line in known else line.split()[0] for line in lines]
+    names = match_forms(names, whole.class_names)
     number = {name: n for n, name in enumerate(names)}
     fault = "a class twice" if len(number) < len(names) else ""
     if missing := number.keys() - known:

@@ -31,6 +31,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,11 +39,13 @@ import numpy as np
 
 from densefeed.storage.dataset_names import (
     ENDINGS,
+    NAMED,
     SPLITS,
     begin_at_classes,
     check_label,
     find_synonyms,
     find_system_entry,
+    list_some,
     natural_key,
     number_folders,
 )
@@ -69,6 +72,8 @@ SHARDS = {
 CLASS_FILES = "classes.txt", "classnames.txt"
 # Tars in object storage that are indexed at once.
 INDEXED = 8
+# An image shard's name up to its number, the number, and how many there are.
+NUMBERED = re.compile(r"(.*?)([0-9]{1,9})([-_]of[-_])([0-9]{1,9})(?![0-9])")
 # Columns of images where the metadata of Hugging Face are missing.
 IMAGE_COLUMNS = "image", "img"
 
@@ -141,6 +146,8 @@ def find_shards(root: Path | ObjectURL, kind: str, split: str) -> list[Path | Ob
             continue
         own = place != root and place.name in find_synonyms(split)
         chosen = names if own else choose_split(names, split)
+        if not own:
+            check_other_shards(place, sorted(names), split)
         if not chosen:
             raise UserError(
                 f"{place} holds {kind} files of other splits but none of {split!r}; check --data"
@@ -149,19 +156,102 @@ def find_shards(root: Path | ObjectURL, kind: str, split: str) -> list[Path | Ob
             if fault := find_path_fault(name):
                 raise UserError(f"{place / name}: this name {fault}; rename it")
         chosen.sort(key=lambda name: (natural_key(name), name))
+        check_complete(place, chosen)
         return [place / name for name in chosen]
     raise UserError(f"{root} holds no {kind} files of the split {split!r}; check --data")
 
 
 def choose_split(names: list[str], split: str) -> list[str]:
     """Return the names that contain the split as a word; all, if none contains any split."""
-    words = "|".join(map(re.escape, sorted({split}.union(*SPLITS), key=len, reverse=True)))
-    # Whole words only: `tested` contains no split. The last one counts, as for lists.
-    found = [re.findall(rf"(?<![A-Za-z])({words})(?![A-Za-z])", name) for name in names]
-    if not any(found):
+    words = [find_split(name, split) for name in names]
+    if not any(words):
         return names
     wanted = find_synonyms(split)
-    return [name for name, words in zip(names, found, strict=True) if words and words[-1] in wanted]
+    return [name for name, word in zip(names, words, strict=True) if word in wanted]
+
+
+def find_split(name: str, split: str) -> str:
+    """Return the word in a name that is a split; `split` is one too. Empty if there is none."""
+    words = "|".join(map(re.escape, sorted({split}.union(*SPLITS), key=len, reverse=True)))
+    # Whole words only: `tested` contains no split. The last one counts, as for lists.
+    return next(iter(re.findall(rf"(?<![A-Za-z])({words})(?![A-Za-z])", name)[::-1]), "")
+
+
+def check_folders(root: Path | ObjectURL, there: set[str], split: str) -> None:
+    """Check the folders of `there` that hold images beside those of splits; see `check_beside`."""
+    words = there & set().union(*SPLITS)
+    # The user named another split.
+    if not words or "/" in split or split in there - words:
+        return
+    siblings = (name for name in sorted(there - words) if not find_system_entry(name))
+    others = (name for name in siblings if has_images(root / name))
+    # One more than a message lists.
+    own, some = min(words), list(islice(others, NAMED + 1))
+    check_beside(root, words, own, some, f"give {root / own} itself")
+
+
+def has_images(place: Path | ObjectURL) -> bool:
+    """Return whether a folder, or the first folder in it, and so on, holds images."""
+    # The tree may be large, so one folder of a level is listed. Sessions are alike.
+    while place:
+        files, folders = list_names(place)
+        if any(os.path.splitext(name)[1].lower() in ENDINGS for name in files):
+            return True
+        place = place / min(folders) if folders else None
+    return False
+
+
+def check_beside(
+    place: Path | ObjectURL, words: set[str], own: str, others: Sequence[str], remedy: str
+) -> None:
+    """Raise UserError if `own`, called as a split, may be a class like `others` beside it.
+
+    That is where the `words` there are of one split, as train alone. Where they are of several, as
+    train and val, the others are printed, because they are not read. `remedy` is for a split.
+    """
+    if not others:
+        return
+    if sum(not words.isdisjoint(names) for names in SPLITS) > 1:
+        print(f"{place}: images beside the splits are left out: {list_some(others)}")
+        return
+    raise UserError(
+        f"{place} holds images in {list_some(others)} beside {own}, which may be a split or a "
+        f"class; if it is a split, {remedy}, and if it is a class, rename it"
+    )
+
+
+def check_other_shards(place: Path | ObjectURL, names: list[str], split: str) -> None:
+    """Check the shards whose names have no split, beside those that have one; see check_beside."""
+    words = {name: find_split(name, split) for name in names}
+    own = next((name for name in names if words[name]), None)
+    if own and split in set().union(*SPLITS):
+        others = [name for name in names if not words[name]]
+        remedy = "move the others to another folder"
+        check_beside(place, set(words.values()), own, others, remedy)
+
+
+def check_complete(place: Path | ObjectURL, names: list[str]) -> None:
+    """Raise UserError if shards are missing of a number that names state, as 00000-of-00003."""
+    groups: dict[tuple[str, ...], dict[int, str]] = {}
+    for name in names:
+        if found := NUMBERED.match(name):
+            begin, number, of, count = found.groups()
+            # What follows may be a checksum.
+            group = groups.setdefault((begin, of, count, find_ending(name)), {})
+            group[int(number)] = number
+    for (begin, of, count, ending), numbers in groups.items():
+        width = max(map(len, numbers.values()))
+        # Some count from 1.
+        first = int(0 not in numbers and int(count) in numbers)
+        shards = range(first, first + int(count))
+        lack = len(shards) - sum(number in shards for number in numbers)
+        if lack:
+            missing = islice((n for n in shards if n not in numbers), NAMED + 1)
+            named = list_some([f"{begin}{n:0{width}d}{of}{count}{ending}" for n in missing])
+            raise UserError(
+                f"{place} lacks {lack:,} of {int(count):,} image shards: {named}; copy them there, "
+                f"or rename the others without {of}{count} to read them alone"
+            )
 
 
 def name_classes(folders: Sequence[Path | ObjectURL], labels: np.ndarray) -> list[str]:
@@ -222,7 +312,7 @@ def read_tar(root: Path | ObjectURL, rest: str, split: str) -> TarImages:
     home = files[0].parent
     label_N, class_names = number_folders(*begin_at_classes([names], home), home)
     # Class folders have the order of such folders on a disk.
-    order = sorted(range(len(paths)), key=lambda n: natural_key(paths[n]))
+    order = sorted(range(len(paths)), key=lambda n: (natural_key(paths[n]), paths[n]))
     paths, places = [paths[n] for n in order], [values[order] for values in places]
     return TarImages(paths, label_N[order], class_names, tars, *places)
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from densefeed.storage.dataset_names import choose_home, number_folders, sort_images
+from densefeed.storage.image_shards import check_folders
 from densefeed.system.errors import UserError
 from densefeed.system.object_ranges import FetchedFile
 from densefeed.system.object_store import (
@@ -62,6 +63,7 @@ def read_objects(root: ObjectURL, split: str) -> ObjectImages:
     there = set(list_folder(root)[1])
     if "/" in split and any(list_folder(root / split)):
         there.add(split)
+    check_folders(root, there, split)
     home = choose_home(root, there, split)
     sizes = list_objects(home)
     paths = sort_images(home, sizes)

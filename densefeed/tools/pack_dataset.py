@@ -48,7 +48,7 @@ from densefeed.pipelines.folder import score_map_spec
 from densefeed.storage import indexed_jpeg
 from densefeed.storage.beton import JPEG, PAGE, PLANES, RAW, map_arrays, map_fields
 from densefeed.storage.beton_writer import FAILED, PACKED, BetonWriter, Sample
-from densefeed.storage.dataset_names import hash_images
+from densefeed.storage.dataset_names import find_unused, hash_images, list_some
 from densefeed.storage.fetch import make_local
 from densefeed.storage.images import DecodeOptions, Images, decode, limit_pixels
 from densefeed.storage.score_maps import ScoreMapStore
@@ -168,6 +168,8 @@ def main(packing: Packing) -> None:
         )
     if reasons:
         print(f"left out: {list_reasons(reasons)}")
+        if emptied := find_unused(images.labels[writer.state == PACKED], images.class_names):
+            print(f"{packing.out} has no images of {len(emptied):,} classes: {list_some(emptied)}")
 
 
 def refuse(reasons: list[str], writer: BetonWriter) -> None:

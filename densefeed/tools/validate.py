@@ -49,6 +49,7 @@ from densefeed.pipelines.batch import to_device
 from densefeed.pipelines.loader import Source, ThreadedLoader
 from densefeed.pipelines.open import Filter, find_loader
 from densefeed.pipelines.plan import EpochPlan
+from densefeed.storage.dataset_names import describe_lookalikes, match_forms
 from densefeed.storage.geometry import LEAST_CROP
 from densefeed.storage.images import DecodeOptions, limit_pixels
 from densefeed.system.devices import DeviceOptions, ThreadOptions, choose_device, synchronize
@@ -115,19 +116,22 @@ def match_classes(
     # Names before numbers: a model trained on folders 0, 1, ..., 10 has them sorted as text.
     for names in (model, stand_in if unnamed else []):
         place = {name: number for number, name in enumerate(names)}
-        if names and set(data) <= set(place):
-            return Match([place[name] for name in data], "name")
+        found = match_forms(data, names)
+        if names and set(found) <= set(place):
+            return Match([place[name] for name in found], "name")
     if all(name.isdecimal() for name in data) and max(map(int, data)) < num_classes:
         return Match([int(name) for name in data], "number")
     if unnamed and not stand_in and len(data) == num_classes:
         return Match(list(range(num_classes)), "order")
-    known = set(stand_in if unnamed else model)
-    unknown = [name for name in data if name not in known]
+    known = stand_in if unnamed else model
+    there = set(known)
+    unknown = [name for name in match_forms(data, known) if name not in there]
     example = f" ({model[0]}, ...)" if model else ""
+    pair = describe_lookalikes(unknown, known)
     raise UserError(
         f"{len(unknown)} of the {len(data)} classes of the data ({', '.join(unknown[:NAMED])}, "
         f"...) are not among the {num_classes} classes of the model{example}; "
-        "give data with class folders named as in training"
+        "give data with class folders named as in training" + (f"; {pair}" if pair else "")
     )
 
 

@@ -20,7 +20,12 @@ from densefeed.objectives import build_objective
 from densefeed.objectives.base import Objective
 from densefeed.pipelines.loader import Source, ThreadedLoader
 from densefeed.pipelines.open import DataOptions, Mode, open_dataset
-from densefeed.storage.dataset_names import check_two_classes
+from densefeed.storage.dataset_names import (
+    check_two_classes,
+    describe_lookalikes,
+    list_some,
+    match_forms,
+)
 from densefeed.storage.geometry import teacher_window
 from densefeed.system.errors import UserError
 from densefeed.system.terminal import print
@@ -36,8 +41,6 @@ from densefeed.training.student import Student, build_student
 REQUIRED = {"config", "fingerprint", "maps", "step", "microbatch", "skips", "seen", "spent"}
 # Score maps that a resumed run compares.
 CHECKED_MAPS = 64
-# Classes that a message names.
-NAMED = 5
 # Images whose size is compared with the Window of their map.
 CHECKED_WINDOWS = 16
 # Training files that are looked for among those of the validation set, and most of the latter.
@@ -277,15 +280,18 @@ def align_classes(
     set has one class alone.
     """
     check_two_classes(data.train, train.class_names)
-    names, found = train.class_names, val.class_names
-    if names == found:
+    names = train.class_names
+    if names == val.class_names:
         return
+    found = match_forms(val.class_names, names)
     known, there = set(names), set(found)
     if others := [name for name in found if name not in known]:
         raise UserError(
-            f"{data.val} has {len(others):,} of {len(found):,} classes that {data.train} lacks "
-            f"({list_some(others)}), which has {len(names):,} ({list_some(names)}); validate on "
-            "the classes of the training set" + explain_numbers(names, found)
+            f"--val {data.val} has {len(others):,} of {len(found):,} classes that --data "
+            f"{data.train} lacks ({list_some(others)}), which has {len(names):,} "
+            f"({list_some(names)}); validate on the classes of the training set"
+            + (f"; {pair}" if (pair := describe_lookalikes(others, names)) else "")
+            + explain_numbers(names, found)
         )
     val.renumber(names)
     lacking = [name for name in names if name not in there]
@@ -294,11 +300,6 @@ def align_classes(
             f"{data.val} has no images of {len(lacking):,} of the {len(names):,} classes of "
             f"{data.train}: {list_some(lacking)}"
         )
-
-
-def list_some(names: list[str]) -> str:
-    """Write out the first names of a list."""
-    return ", ".join(names[:NAMED]) + ", ..." * (len(names) > NAMED)
 
 
 def explain_numbers(*sets: list[str]) -> str:

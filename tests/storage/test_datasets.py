@@ -18,6 +18,7 @@ import torchvision.datasets as sets
 from PIL import Image
 from scipy.io import savemat
 from timm.data import create_dataset
+from timm.utils.misc import natural_key as timm_key
 
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.loader import ThreadedLoader
@@ -509,7 +510,7 @@ def touch(root, *paths):
 
 
 # Names that sort differently by text, by number, by case and by folder, and names that are equal to
-# timm's key, as 1 and 01, which keep the order of the disk.
+# timm's key, as 1 and 01, which timm leaves in the order of the disk.
 TREE = [
     *(f"n{n}/{m}_{n}.JPEG" for n in (1, 2, 10, 100) for m in (1, 2, 10)),
     *("B/b.png", "a/A.jpg", "a/b.jpeg", "a/deep/x10.png", "a/deep/x9.png", "C/deep/y.jpg"),
@@ -529,6 +530,9 @@ def test_folders_of_png_and_jpeg_are_in_timms_order(tmp_path, split):
     # timm reads images in no class folder and companion files too.
     names = zip(theirs.filenames(), theirs.filenames(absolute=True), strict=True)
     kept = [pair for pair in names if "/" in pair[0] and "/._" not in pair[0]]
+    keys = [timm_key(path) for path, _ in kept]
+    kept.sort(key=lambda pair: (keys.index(timm_key(pair[0])), pair[0]))
+    assert keys == sorted(keys)
     assert [(path, images.where(n)) for n, path in enumerate(images.paths)] == kept
     # timm orders classes whose names are equal to its key by chance: a and A. Its class is the
     # innermost folder: `deep`, of two classes.
@@ -629,6 +633,91 @@ def test_outside_splits_are_no_classes(tmp_path):
     (tmp_path / "all.txt").write_text("\n".join(lines))
     with pytest.raises(UserError, match=r"all.txt holds splits where .* train, val; give each"):
         Images(tmp_path, f"list/{tmp_path / 'all.txt'}")
+
+
+@pytest.mark.parametrize("paths", [["train/a/1.jpg", "train/b/1.jpg"], ["train/1.jpg"]])
+@pytest.mark.parametrize("dataset", ["", "share/50"])
+def test_outside_a_class_may_be_called_as_a_split(tmp_path, dataset, paths):
+    """Only that class was read, with its folders as classes."""
+    touch(tmp_path, *paths, "airplane/a/b/1.jpg", "car/1.jpg", "notes/1.txt")
+    for split in ("train", "val"):
+        said = (
+            rf"{tmp_path} holds images in airplane, car beside train, which may .* if it is a "
+            rf"split, give {tmp_path}/train itself, and if it is a class, rename it"
+        )
+        with pytest.raises(UserError, match=said):
+            Images(tmp_path, dataset, split)
+    (tmp_path / "train").rename(tmp_path / "trains")
+    assert Images(tmp_path, dataset).class_names == ["airplane", "car", "trains"]
+
+
+def test_outside_what_lies_beside_splits_is_named(tmp_path, capsys):
+    """Train beside val are splits, and no image was said to be left out."""
+    touch(tmp_path, *(f"{split}/cat/1.jpg" for split in ("train", "val")), "train/dog/1.jpg")
+    touch(tmp_path, "notes/a/1.xml", "@eaDir/1.jpg")
+    assert len(Images(tmp_path)) == 2
+    assert capsys.readouterr().out == ""
+    touch(tmp_path, *(f"x{number}/cat/1.jpg" for number in range(6)))
+    assert len(Images(tmp_path)) == 2
+    assert capsys.readouterr().out == (
+        f"{tmp_path}: images beside the splits are left out: x0, x1, x2, x3, x4, ...\n"
+    )
+    # A split that was named is meant.
+    (tmp_path / "val").rename(tmp_path / "mine")
+    assert Images(tmp_path, split="mine").paths == ["cat/1.jpg"]
+
+
+def test_outside_a_large_tree_beside_a_split_is_not_listed(tmp_path, scanned):
+    touch(tmp_path, "train/cat/1.jpg", "train/dog/1.jpg")
+    touch(tmp_path, *(f"notes/n{a}/m{b}/1.xml" for a in range(4) for b in range(4)))
+    assert len(Images(tmp_path)) == 2
+    notes = [str(folder) for folder in scanned if "notes" in str(folder)]
+    assert notes == [f"{tmp_path}/notes{deeper}" for deeper in ("", "/n0", "/n0/m0")]
+
+
+def test_outside_equal_names_have_one_order_on_every_disk(tmp_path, monkeypatch):
+    """1.jpg and 01.jpg had the order of the disk: a copy had another fingerprint."""
+    touch(tmp_path, *(f"{c}/{n}.jpg" for c in ("Ant", "ant", "bee") for n in ("1", "01", "B", "b")))
+    scandir, prints = os.scandir, set()
+    for backwards in (False, True):
+        # The disk's order.
+        monkeypatch.setattr(
+            os, "scandir", lambda path, b=backwards: sorted(scandir(path), key=str, reverse=b)
+        )
+        images = Images(tmp_path)
+        assert images.paths[:4] == ["Ant/01.jpg", "Ant/1.jpg", "ant/01.jpg", "ant/1.jpg"]
+        prints.add(images.fingerprint())
+    assert len(prints) == 1
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("bar", "caf\u00e9", "cafe\u0301"), r"'cafe\u0301' and 'caf\xe9'"),
+        (("Cat", "cat"), "'Cat' and 'cat'"),
+    ],
+)
+def test_outside_classes_that_look_equal_are_warned_of(tmp_path, capsys, names, said):
+    touch(tmp_path, *(f"{name}/1.jpg" for name in names))
+    assert len(Images(tmp_path).class_names) == len(names)
+    assert capsys.readouterr().out == (
+        f"warning: {tmp_path} has classes whose names look equal: {said} differ in case or Unicode "
+        "form only\n"
+    )
+
+
+def test_outside_a_class_list_may_have_another_unicode_form(tmp_path):
+    touch(tmp_path, "bar/1.jpg", "caf\u00e9/1.jpg", "dog/1.jpg")
+    (tmp_path / "some.txt").write_text("cafe\u0301\nbar\n")
+    images = Images(tmp_path, f"classes/{tmp_path / 'some.txt'}")
+    assert images.class_names == ["caf\u00e9", "bar"]
+
+
+def test_outside_classes_without_images_are_named(tmp_path, capsys):
+    touch(tmp_path, "cat/1.jpg", "dog/1.jpg")
+    (tmp_path / "all.txt").write_text("cat/1.jpg 0\ndog/1.jpg 2\n")
+    assert Images(tmp_path, f"list/{tmp_path / 'all.txt'}").class_names == ["cat", "class 1", "dog"]
+    assert capsys.readouterr().out == (f"{tmp_path} has no images of 1 of its 3 classes: class 1\n")
 
 
 # What systems leave in folders of images, and what a Mac's zip has beside each of them.

@@ -149,6 +149,82 @@ def test_outside_images_beside_shards_are_refused(shards, tmp_path, kind):
     assert Images(tmp_path, kind).class_names
 
 
+def write_shard(path):
+    """Write a shard, tar or Parquet, of an image of each of two classes."""
+    if path.suffix == ".parquet":
+        return write_parquet(
+            path, [(f"{path.stem}.{n}", JPEG, n) for n in range(2)], ["cat", "dog"]
+        )
+    return write_tar(path, [(f"{name}/{path.stem}.jpg", JPEG) for name in ("cat", "dog")])
+
+
+@pytest.mark.parametrize("kind", ["tar", "parquet"])
+def test_outside_a_shard_of_a_class_may_be_called_as_a_split(tmp_path, kind, capsys):
+    """Of airplane, car and train only train was read."""
+    for name in ("airplane", "car", "train"):
+        write_shard(tmp_path / f"{name}.{kind}")
+    said = (
+        rf"{tmp_path} holds images in airplane.{kind}, car.{kind} beside train.{kind}, which may "
+        "be a split or a class; if it is a split, move the others to another folder, and if it is "
+        "a class, rename it"
+    )
+    for split in ("train", "val"):
+        with pytest.raises(UserError, match=said):
+            Images(tmp_path, split=split)
+    (tmp_path / f"car.{kind}").rename(tmp_path / f"val.{kind}")
+    assert len(Images(tmp_path)) == 2
+    said = f"{tmp_path}: images beside the splits are left out: airplane.{kind}\n"
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["tar", "parquet"])
+@pytest.mark.parametrize(
+    ("there", "missing"),
+    [
+        (["a-train-00000-of-00003", "a-train-00002-of-00003"], "a-train-00001-of-00003"),
+        # Numbered from 1, and with checksums behind.
+        (["s_02_of_03", "s_03_of_03"], "s_01_of_03"),
+        (["train-00001-of-00002-5c4ff8f8"], "train-00000-of-00002"),
+        (["1-of-9"], "0-of-9.tar, 2-of-9.tar, 3-of-9.tar, 4-of-9.tar, 5-of-9.tar, ..."),
+        (["0-of-999999999"], "1-of-999999999.tar, 2-of-999999999.tar"),
+    ],
+)
+def test_outside_missing_shards_are_named(tmp_path, kind, there, missing):
+    """A part of an interrupted download was trained on."""
+    for name in there:
+        write_shard(tmp_path / f"{name}.{kind}")
+    with pytest.raises(UserError) as error:
+        Images(tmp_path)
+    assert f"image shards: {missing.replace('.tar', f'.{kind}')}" in str(error.value)
+    assert "copy them there, or rename the others without " in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["tar", "parquet"])
+def test_outside_all_shards_or_none_of_a_number_are_read(tmp_path, kind):
+    names = ("x_1_of_2", "x_2_of_2", "y-0-of-1", "y-4", "z-0-of-2-ab", "z-1-of-2-cd", "1-of-a-kind")
+    for name in names:
+        write_shard(tmp_path / f"{name}.{kind}")
+    assert len(Images(tmp_path)) == 2 * len(names)
+
+
+def test_outside_a_class_of_the_metadata_without_images_is_named(tmp_path, capsys):
+    write_parquet(tmp_path / "a.parquet", [("1", JPEG, 0), ("2", JPEG, 2)], ["cat", "dog", "emu"])
+    assert Images(tmp_path).labels.tolist() == [0, 2]
+    said = f"{tmp_path} has no images of 1 of its 3 classes: dog\n"
+    assert said in capsys.readouterr().out
+
+
+def test_outside_equal_names_in_a_tar_have_the_order_of_the_folder(tmp_path):
+    names = [f"{c}/{n}.jpg" for c in ("cat", "dog") for n in ("1", "01", "B", "b")]
+    for name in names:
+        (tmp_path / "d" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "d" / name).write_bytes(JPEG)
+    write_tar(tmp_path / "t" / "a.tar", [(name, JPEG) for name in names])
+    got, want = Images(tmp_path / "t"), Images(tmp_path / "d")
+    assert got.paths == want.paths
+    assert got.fingerprint() == want.fingerprint()
+
+
 def test_numbered_names_in_a_tar_have_the_order_of_the_folder(tmp_path):
     names = ["b/10.jpg", "b/2.jpg", "a/1.jpg"]
     write_tar(tmp_path / "0.tar", [(name, name.encode()) for name in names])

@@ -91,6 +91,15 @@ def test_an_image_that_changed_or_vanished_is_named(folder, remote):
             images.read(2)
 
 
+def test_outside_a_class_of_objects_may_be_called_as_a_split(bucket):
+    store = connect(bucket)
+    for path in ("car/a/1.jpg", "train/a/1.jpg", "notes/a/1.xml"):
+        obstore.put(store, f"vehicles/{path}", b"x")
+    said = "vehicles holds images in car beside train, which may be a split or a class; .* rename"
+    with pytest.raises(UserError, match=said):
+        Images(bucket / "vehicles")
+
+
 @pytest.mark.parametrize(
     ("path", "split", "said"),
     [

@@ -310,6 +310,14 @@ def test_bad_files_can_be_left_out(broken, folder, maps, tmp_path, capsys):
         FfcvSource(tmp_path / "x.beton", maps)
 
 
+def test_outside_a_class_that_skipping_empties_is_named(folder, tmp_path, capsys):
+    root = shutil.copytree(folder, tmp_path / "later")
+    for victim in (root / "train" / "dog").glob("*"):
+        victim.write_bytes(b"x")
+    main(Packing(data=root, out=tmp_path / "x.beton", on_bad_sample="skip"))
+    assert f"{tmp_path / 'x.beton'} has no images of 1 classes: dog\n" in capsys.readouterr().out
+
+
 def test_packed_score_maps_stay_with_their_images(folder, maps, tmp_path):
     """One image becomes unreadable after the labeling.
 

@@ -196,6 +196,18 @@ def test_classes_match_by_name_in_any_order():
     assert match_classes(["2", "10"], ["0", "1", "10", "2"], 4, []) == ([3, 2], "name")
 
 
+def test_outside_classes_match_in_any_unicode_form():
+    """A Mac writes é as two characters. Names that look equal were refused without a reason."""
+    nfc, nfd = "caf\u00e9", "cafe\u0301"
+    assert match_classes(["bar", nfd], [nfc, "bar"], 2, []) == ([1, 0], "name")
+    assert match_classes([nfd, nfc], [nfc, nfd], 2, []) == ([1, 0], "name")
+    said = r"as in training; 'Caf\u00e9' and 'cafe\u0301' differ in case or Unicode form only"
+    said = said.replace(r"\u00e9", r"\xe9")
+    with pytest.raises(UserError) as error:
+        match_classes(["bar", nfd], ["Caf\u00e9", "bar"], 2, [])
+    assert str(error.value).endswith(said)
+
+
 @pytest.mark.parametrize("subset", ["a", "r"])
 def test_imagenet_a_and_r_have_the_columns_that_timm_lists(subset):
     def listed(kind):

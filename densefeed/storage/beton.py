@@ -879,11 +879,9 @@ def verify_files(
     if (dataset or split != "train") and not folders:
         raise UserError("--dataset and --split are of folders of images; remove them")
     for path in files:
+        images = folders.get(path)
         try:
-            if path in folders:
-                damaged = verify_folder(path, folders[path])
-            else:
-                damaged = verify(path, CORES)
+            damaged = verify_folder(path, images) if images else verify(path, CORES)
         except UserError as error:
             damaged = [str(error)]
         print_list(damaged or [f"{path}: no faults"])

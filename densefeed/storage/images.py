@@ -285,7 +285,7 @@ def check_jpeg(encoded: bytes, where: str) -> str:
 
 
 def find_damage(images: Images, index: int) -> tuple[str, str]:
-    """Decode the whole image `index`; return what is wrong and what libjpeg warns of, "" for none."""
+    """Decode the whole image `index`; return what is wrong and what libjpeg warns of, if at all."""
     where = images.where(index)
     try:
         encoded = images.read(index)

@@ -70,7 +70,9 @@ class FolderSource(StoreMaps):
     WebP, CMYK, ...).
     """
 
-    remedy = "replace or remove this file"
+    remedy = (
+        "replace or remove this file; `densefeed beton verify FOLDER` lists all that are damaged"
+    )
 
     def __init__(
         self, root: str | Path, split: str, maps: str | Path | None = None, threads: int = 1

@@ -6,8 +6,10 @@ import math
 import struct
 import sys
 import warnings
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
@@ -21,9 +23,11 @@ from densefeed.storage.dataset_names import hash_images
 from densefeed.storage.geometry import LTRB
 from densefeed.storage.parquet_files import Blocks
 from densefeed.storage.samples import to_rgb
-from densefeed.system.errors import UserError
+from densefeed.system.errors import UserError, explain_os_error
 from densefeed.system.object_url import ObjectURL
 from densefeed.system.options import Count, Options
+from densefeed.system.prefetch import ordered_map
+from densefeed.system.progress import bar
 from densefeed.system.terminal import print
 
 # Files whose byte size enters the fingerprint. A stat of every file of a network disk takes
@@ -261,8 +265,64 @@ def crop_resize(
     return np.asarray(cut.resize((size, size), filter, box))
 
 
+def check_jpeg(encoded: bytes, where: str) -> str:
+    """Decode all entropy-coded data of a JPEG; return what libjpeg warns of, see native.scan.
+
+    Pillow ignores damage there, except that a file is truncated. Other formats are not read. Raises
+    UserError that names `where` for a damaged file.
+    """
+    if not encoded.startswith(b"\xff\xd8"):
+        return ""
+    try:
+        return native.scan(encoded)
+    except native.JpegError as error:
+        # Pillow decodes what the native decoder does not support.
+        if error.status == native.UNSUPPORTED:
+            return ""
+        raise UserError(
+            f"{where} cannot be decoded ({error}); replace or remove this file"
+        ) from error
+
+
+def find_damage(images: Images, index: int) -> tuple[str, str]:
+    """Decode the whole image `index`; return what is wrong and what libjpeg warns of, if at all."""
+    where = images.where(index)
+    try:
+        encoded = images.read(index)
+        warning = check_jpeg(encoded, where)
+        try:
+            native.probe(encoded)
+        # Pillow decodes it for training.
+        except native.JpegError:
+            decode(encoded, where)
+    except UserError as error:
+        return str(error), ""
+    except OSError as error:
+        return explain_os_error(error), ""
+    return "", warning and f"{where}: {warning}"
+
+
+def verify_images(images: Images, name: str, threads: int) -> tuple[list[str], list[str]]:
+    """Decode all images; return what is wrong and what libjpeg warns of, a line for each image.
+
+    `name` is that of the bar.
+    """
+    damaged, warned = [], []
+    with (
+        ThreadPoolExecutor(threads) as pool,
+        # If it is interrupted, images that no thread has begun are not decoded any more.
+        closing(
+            ordered_map(partial(find_damage, images), range(len(images)), pool, 16 * threads)
+        ) as found,
+    ):
+        for fault, warning in bar(found, f"verify {name}", len(images)):
+            damaged += [fault] * bool(fault)
+            warned += [warning] * bool(warning)
+    return damaged, warned
+
+
 def decode(encoded: bytes, where: str) -> Image.Image:
-    """Decode an image to RGB of 8 bits, see `to_rgb`.
+    """Decode an image to RGB of 8 bits, see `to_rgb`. Use `check_jpeg` to find damage in a JPEG.
 
     Raises UserError that names `where` if it is damaged, not an image, or of refused samples.
     """

@@ -50,7 +50,7 @@ from densefeed.storage.beton import JPEG, PAGE, PLANES, RAW, map_arrays, map_fie
 from densefeed.storage.beton_writer import FAILED, PACKED, BetonWriter, Sample
 from densefeed.storage.dataset_names import hash_images
 from densefeed.storage.fetch import make_local
-from densefeed.storage.images import DecodeOptions, Images, decode, limit_pixels
+from densefeed.storage.images import DecodeOptions, Images, check_jpeg, decode, limit_pixels
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.devices import ThreadOptions
 from densefeed.system.errors import UserError, explain_os_error, make_command
@@ -102,6 +102,7 @@ class Prepared(NamedTuple):
     sample: Sample | None
     stored: int = KEPT
     reason: str = ""
+    warning: str = ""  # of libjpeg, about an image that was packed
 
 
 def main(packing: Packing) -> None:
@@ -133,7 +134,7 @@ def main(packing: Packing) -> None:
     with BetonWriter(packing.out, len(images), fields, notes, identify(packing, images)) as writer:
         prepare = partial(prepare_image, images, store, packing, writer.room)
         try:
-            reasons = pack(writer, prepare, packing.threads)
+            reasons, warned = pack(writer, prepare, packing.threads)
             if reasons and packing.on_bad_sample == "raise":
                 refuse(reasons, writer)
             writer.finish()
@@ -165,6 +166,12 @@ def main(packing: Packing) -> None:
         print(
             f"encoded again as JPEG at quality {packing.quality}: {len(encoded)} images, "
             f"the first is {images.where(int(encoded[0]))}"
+        )
+    if warned:
+        images = "1 packed image" if len(warned) == 1 else f"{len(warned):,} packed images"
+        print(
+            f"warning: libjpeg says that {images} may be damaged: {'; '.join(warned[:NAMED])}; "
+            "`densefeed beton verify FOLDER` lists them all"
         )
     if reasons:
         print(f"left out: {list_reasons(reasons)}")
@@ -205,7 +212,9 @@ def prepare_image(
     """Prepare an image and its score map for the writer, whose pages have `room` bytes."""
     where, arrays = images.where(index), ()
     try:
-        encoded, size, stored = encode(images.read(index), where, packing)
+        encoded = images.read(index)
+        warning = check_jpeg(encoded, where)
+        encoded, size, stored = encode(encoded, where, packing)
         mode = RAW if stored == PIXELS else JPEG
         if packing.form == "planes" and mode == JPEG:
             encoded, mode = decode_planes(encoded, room)
@@ -222,7 +231,8 @@ def prepare_image(
         reason = f"is a JPEG of {len(encoded):,} bytes, and a page holds {PAGE:,} (make it smaller)"
         return Prepared(None, reason=f"{where} {reason}")
     label = int(images.labels[index])
-    return Prepared(Sample(encoded, *size, label, arrays, mode), stored)
+    warning = warning and f"{where} ({warning})"
+    return Prepared(Sample(encoded, *size, label, arrays, mode), stored, warning=warning)
 
 
 def decode_planes(encoded: bytes, room: int) -> tuple[bytes, int]:
@@ -240,8 +250,12 @@ def decode_planes(encoded: bytes, room: int) -> tuple[bytes, int]:
     return (planes, PLANES) if len(planes) <= room else (encoded, JPEG)
 
 
-def pack(writer: BetonWriter, prepare: Callable[[int], Prepared], threads: int) -> list[str]:
-    """Write all images that are not packed yet; return the reasons why some cannot be packed.
+def pack(
+    writer: BetonWriter, prepare: Callable[[int], Prepared], threads: int
+) -> tuple[list[str], list[str]]:
+    """Write all images that are not packed yet.
+
+    Returns the reasons why some cannot be packed, and libjpeg's warnings about others.
 
     Raises UserError if images that were packed earlier have changed since.
     """
@@ -253,7 +267,7 @@ def pack(writer: BetonWriter, prepare: Callable[[int], Prepared], threads: int) 
         )
     # A file can change without a new name. Only preparing packed images again shows it.
     probes = packed[np.linspace(0, len(packed) - 1, min(len(packed), PROBES)).astype(int)].tolist()
-    reasons = []
+    reasons, warned = [], []
     # The pool's exit waits for its threads. The iterator is closed before that, which drops the
     # images that no thread has begun.
     with (
@@ -264,7 +278,9 @@ def pack(writer: BetonWriter, prepare: Callable[[int], Prepared], threads: int) 
             write_prepared(writer, index, ready)
             if ready.sample is None:
                 reasons.append(ready.reason)
-    return reasons
+            if ready.warning:
+                warned.append(ready.warning)
+    return reasons, warned
 
 
 def write_prepared(writer: BetonWriter, index: int, ready: Prepared) -> None:
@@ -293,7 +309,7 @@ def list_reasons(reasons: list[str]) -> str:
 def encode(encoded: bytes, where: str, packing: Packing) -> tuple[bytes, tuple[int, int], int]:
     """Return an image's bytes as they are packed, its (height, width), and how it is stored.
 
-    Raises UserError if it cannot be decoded as a whole.
+    `check_jpeg` has passed it. Raises UserError if it cannot be decoded as a whole.
     """
 
     def damaged(error: native.JpegError) -> UserError:

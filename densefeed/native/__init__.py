@@ -153,6 +153,7 @@ def library() -> CDLL:
         "transcode": [*encoded, c_int, c_void_p, c_void_p, c_char_p],
         "planes": [*encoded, c_int, c_int, c_void_p, c_void_p, c_char_p],
         "probe": [*encoded, c_void_p, c_void_p, c_char_p],
+        "sampling": [*encoded, c_void_p, c_void_p, c_char_p],
         "scan": [*encoded, c_void_p, c_char_p],
         "check_frame": [*encoded, c_char_p],
         "limit": [c_int64],
@@ -206,6 +207,13 @@ def probe(encoded: bytes) -> tuple[int, int]:
     height, width = c_int(), c_int()
     _call("probe", encoded, byref(height), byref(width))
     return height.value, width.value
+
+
+def sampling(encoded: bytes) -> list[tuple[int, int]]:
+    """Read the sampling factors, across and down, of the components of a JPEG; JpegError."""
+    count, factors = c_int(), (c_int * 8)()
+    _call("sampling", encoded, byref(count), factors)
+    return list(zip(factors[::2], factors[1::2], strict=True))[: count.value]
 
 
 def scan(encoded: bytes) -> str:

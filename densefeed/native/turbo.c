@@ -255,6 +255,25 @@ API int densefeed_probe(
     return OK;
 }
 
+/* Read the components of a JPEG: `*count` of them, at most 4, each with two sampling factors. */
+API int densefeed_sampling(
+    const uint8_t *bytes, size_t length, int *count, int factors[8], char *message) {
+    struct jpeg_decompress_struct jpeg;
+    Errors errors;
+    if (setjmp(errors.back)) {
+        jpeg_destroy_decompress(&jpeg);
+        return fail(message, errors.status, "%s", errors.text);
+    }
+    open_jpeg(&jpeg, &errors, bytes, length);
+    *count = min(jpeg.num_components, 4);
+    for (int n = 0; n < *count; n++) {
+        factors[2 * n] = jpeg.comp_info[n].h_samp_factor;
+        factors[2 * n + 1] = jpeg.comp_info[n].v_samp_factor;
+    }
+    jpeg_destroy_decompress(&jpeg);
+    return OK;
+}
+
 /* Entropy-decode a whole JPEG of any color. `*warnings` gets the number of libjpeg's warnings that
  * the decoders ignore, and `message` the first of them. */
 API int densefeed_scan(const uint8_t *bytes, size_t length, int *warnings, char *message) {

@@ -46,7 +46,14 @@ from densefeed.storage.dataset_names import (
     natural_key,
     number_folders,
 )
-from densefeed.storage.parquet_files import ParquetFile, ParquetImages, open_parquet, read_column
+from densefeed.storage.parquet_files import (
+    ParquetFile,
+    ParquetImages,
+    check_rows,
+    open_parquet,
+    read_column,
+    read_texts,
+)
 from densefeed.storage.shard_file import ShardFile, open_shard
 from densefeed.storage.tar_files import TarImages
 from densefeed.storage.tar_index import TarIndex, index_tar
@@ -261,6 +268,7 @@ def read_parquet(root: Path | ObjectURL, column: str, split: str) -> ParquetImag
     """
     places, files, columns = find_shards(root, "parquet", split), [], None
     names, rows, numbers, labels = [], [], [], []
+    count = 0
     for number, path in enumerate(bar(places, "index of Parquet files")):
         file = open_parquet(path)
         if columns not in (None, found := find_columns(file, column)):
@@ -269,9 +277,11 @@ def read_parquet(root: Path | ObjectURL, column: str, split: str) -> ParquetImag
             )
         columns = image, label, class_names = found
         files.append(file)
+        count += sum(file.rows)
+        check_rows(files, count)
         labels.append(read_labels(file, label))
         # Nothing is opened under these names.
-        texts = read_column(file, f"{image}.path").to_pylist()
+        texts = read_texts(file, f"{image}.path")
         names += ["" if not text or find_path_fault(text) else text for text in texts]
         rows += [f"{row:06d}" for row in range(len(labels[-1]))]
         numbers += [number] * len(labels[-1])

@@ -38,6 +38,7 @@ class FfcvSource(StoreMaps):
             self._store = ScoreMapStore(maps)
             self._check_store(path, maps)
             self.score_maps = score_map_spec(self._store, num_classes)
+            self.teacher = self._store.header.teacher
         elif self._beton.has_maps:
             self.score_maps = ScoreMapSpec(
                 *self._beton.field("map").shape[2:],
@@ -46,6 +47,7 @@ class FfcvSource(StoreMaps):
                 notes["max_palette"],
                 notes["min_window_side"],
             )
+            self.teacher = notes.get("teacher", "")
 
     def _open(self, path: str | Path) -> Beton:
         path = Path(path)

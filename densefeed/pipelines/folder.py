@@ -86,6 +86,7 @@ class FolderSource(StoreMaps):
             self._store = ScoreMapStore(maps)
             self._store.check(self.fingerprint, self.labels, self._images.paths, root)
             self.score_maps = score_map_spec(self._store, len(self.class_names))
+            self.teacher = self._store.header.teacher
         self._readers = ThreadPoolExecutor(threads, thread_name_prefix="read")
 
     def files(self, most: int) -> list[str]:

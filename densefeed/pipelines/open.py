@@ -157,7 +157,8 @@ def open_folder(path: Path, mode: Mode, maps: Path | None, threads: int) -> Fold
     check_local(path)
     if path.is_file():
         raise UserError(
-            f"{path} is a file; --loader folder reads folders, --loader ffcv reads .beton files"
+            f"{path} is a file; --loader folder reads folders (of a tar or Parquet file give "
+            f"{path.parent}), --loader ffcv reads .beton files"
         )
     return FolderSource(path, "train" if mode == "train" else "val", maps, threads)
 

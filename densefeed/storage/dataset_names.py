@@ -218,7 +218,7 @@ def check_label(label: object, where: str) -> int:
     if not isinstance(label, int) or isinstance(label, bool) or not 0 <= label < MOST_CLASSES:
         raise UserError(
             f"{where} has the label {str(label)[:24]!r}; a label is an integer from 0 to "
-            f"{MOST_CLASSES - 1:,}"
+            f"{MOST_CLASSES - 1:,}: write the number of its class there, or remove the image"
         )
     return label
 

@@ -253,7 +253,8 @@ def read_timm(root: Path, dataset: str, split: str) -> TimmDataset:
         ) from error
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--dataset {dataset} cannot be read ({error}); check the name") from error
-    given = [check_label(reader[i][1], f"--dataset {dataset}") for i in range(len(paths))]
+    where = f"--dataset {dataset}, row"
+    given = [check_label(reader[i][1], f"{where} {i}") for i in range(len(paths))]
     names = getattr(reader, "class_to_idx", None)
     names = (
         sorted(names, key=names.get) if names else [*map(str, range(max(given, default=-1) + 1))]

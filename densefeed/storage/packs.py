@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -269,6 +269,7 @@ class Pack:
     axes: Axes  # order of a file's last two axes
     teacher: str
     input_size: int  # of the teacher, pixels
+    reference: str = ""  # the model that the maps are compared with
 
     def header(self, images: Images) -> StoreHeader:
         """Return the header of the store.
@@ -277,17 +278,28 @@ class Pack:
         """
         # A JSON text cannot hold bytes of a name that are not UTF-8.
         name = escape_controls(self.matching.root.resolve().name)
+        axes = f"axes {self.axes}"
+        if self.reference:
+            # Of a path its name: the same maps give the same file in another folder.
+            axes += f" by reference {escape_controls(Path(self.reference).name)}"
         return StoreHeader(
             side=self.side,
             top_k=self.top_k,
             num_classes=len(images.class_names),
             absent="zero-logit",
-            teacher=f"{escape_controls(self.teacher)} (pack {name}, axes {self.axes})",
+            teacher=f"{escape_controls(self.teacher)} (pack {name}, {axes})",
             input_size=self.input_size,
             geometry=self.footprint,
             fingerprint=images.fingerprint(),
             class_names=tuple(images.class_names),
         )
+
+
+def lacks_reference(teacher: str) -> bool:
+    """Whether a header's `teacher` states that maps were imported without a reference."""
+    return "(pack " in teacher and teacher.endswith(
+        tuple(f", axes {axes})" for axes in get_args(Axes))
+    )
 
 
 class Part(NamedTuple):

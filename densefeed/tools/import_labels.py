@@ -18,6 +18,7 @@ Run the same command again to continue a killed import. Images without a usable 
 listed at the end.
 """
 
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -118,10 +119,19 @@ def main(options: Import) -> None:
     if matching.extra:
         names = ", ".join(matching.extra_names)
         print(f"left out: {matching.extra:,} maps without an image ({names})")
+    verdicts = {}
     if options.audit:
         result = audit(out, images, models, options.audit_images, threads=options.threads)
         print_checks(result)
         raise_on_faults(result, out, "the lines above say what to do")
+        verdicts = {check.name: check.verdict for check in result.checks}
+    if options.axes != "find" and verdicts.get("orientation", "unchecked") == "unchecked":
+        print(
+            f"warning: it was not checked how the maps of {out} are oriented, and transposed ones "
+            "train without an error; remove it and import again with --reference MODEL, a model "
+            "of the same classes that locates objects",
+            file=sys.stderr,
+        )
 
 
 def find_pack_layout(options: Import, pack: Pack, images: Images, models: References) -> Pack:
@@ -166,6 +176,7 @@ def declare(options: Import, matching: Matching, side: int, top_k: int) -> Pack:
             f"pack has; give {' and '.join(missing)}"
         )
     chosen = {name: value or getattr(known, name) for name, value in given.items()}
+    chosen["reference"] = options.reference
     return Pack(matching=matching, side=side, top_k=top_k, axes=axes, **chosen)
 
 

@@ -22,6 +22,7 @@ from densefeed.pipelines.loader import Source, ThreadedLoader
 from densefeed.pipelines.open import DataOptions, Mode, open_dataset
 from densefeed.storage.dataset_names import check_two_classes
 from densefeed.storage.geometry import teacher_window
+from densefeed.storage.packs import lacks_reference
 from densefeed.system.errors import UserError
 from densefeed.system.terminal import print
 from densefeed.training.build import autocast_dtype, build_model
@@ -103,6 +104,8 @@ def setup_run(config: Config, ranks: Ranks) -> Run:
     check_datasets(data, objective, loader)
     if ranks.is_first:
         warn_shared_images(data, loader.source, val.source)
+        if objective.needs_score_maps and lacks_reference(loader.source.teacher):
+            warn_orientation(data)
     check_published(data, config.augment.augment_before_crop, objective, loader, ranks)
     maps = checksum_maps(data.on_bad_sample, objective, loader)
     if checkpoint:
@@ -337,6 +340,17 @@ def warn_shared_images(data: DataOptions, train: Source, val: Source) -> None:
     print(
         f"warning: {about}the images of --val {data.val} are training images of --data "
         f"{data.train} too, so its accuracy is not that of new images; give --val other images",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def warn_orientation(data: DataOptions) -> None:
+    """Warn that nothing shows how the score maps are oriented."""
+    print(
+        f"warning: the score maps of {data.maps_name} were imported without a check of how they "
+        "are oriented, and transposed ones train without an error; import them again with "
+        "densefeed import --reference MODEL",
         file=sys.stderr,
         flush=True,
     )

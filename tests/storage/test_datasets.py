@@ -806,7 +806,7 @@ def test_labels_of_hugging_face_are_checked_before_classes_get_names(monkeypatch
     reader = Reader([(io.BytesIO(), 0), (io.BytesIO(), label)])
     made = SimpleNamespace(reader=reader)
     monkeypatch.setattr(timm.data, "create_dataset", lambda *_, **__: made)
-    with pytest.raises(UserError, match=r"hfds/x has the label .* from 0 to 65,534"):
+    with pytest.raises(UserError, match=r"hfds/x, row 1 has the label .* from 0 to 65,534: write"):
         Images(tmp_path, "hfds/x")
     reader[1] = io.BytesIO(), 3
     assert Images(tmp_path, "hfds/x").class_names == ["0", "1", "2", "3"]

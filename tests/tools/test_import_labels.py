@@ -14,16 +14,20 @@ import torch
 from torchvision.ops import roi_align
 
 import densefeed.train as training
+from densefeed.pipelines.ffcv import FfcvSource
+from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.targets import TargetRules, sparse_targets
 from densefeed.recipes import RECIPES
+from densefeed.relabel.audit import AuditResult, Check
 from densefeed.storage.images import Images
-from densefeed.storage.packs import PUBLISHED
+from densefeed.storage.packs import PUBLISHED, lacks_reference
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError
 from densefeed.system.options import with_options
 from densefeed.tools import export_labels, import_labels, make_digit_scenes
 from densefeed.tools.export_labels import ExportLabels
 from densefeed.tools.import_labels import Import
+from densefeed.tools.pack_dataset import Packing, main
 
 from ..runs import train_loader
 from ..stores import write_store
@@ -330,3 +334,42 @@ def test_an_export_writes_nothing_outside_of_out(scenes, tmp_path, random_maps, 
         export_labels.main(ExportLabels(maps=tmp_path / "maps.h5", out=tmp_path / "out" / "tree"))
     assert [path.name for path in tmp_path.iterdir()] == ["maps.h5"]
     assert not Path("/x0.pt").exists()
+
+
+def test_outside_maps_imported_without_a_reference_warn_at_import_and_training(
+    scenes, tmp_path, capsys
+):
+    import_tree(scenes, tmp_path / "maps.h5")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: it was not checked how the maps of {tmp_path}/maps.h5 are")
+    assert "import again with --reference MODEL" in line
+    main(Packing(data=scenes / "scenes", maps=tmp_path / "maps.h5", out=tmp_path / "x.beton"))
+    for source in (
+        FolderSource(scenes / "scenes", "train", tmp_path / "maps.h5"),
+        FfcvSource(tmp_path / "x.beton"),
+    ):
+        assert source.teacher == "dm_nfnet_f6 (pack tree, axes row-column)"
+        source.close()
+    for maps, warned in ((tmp_path / "maps.h5", True), (scenes / "maps.h5", False)):
+        capsys.readouterr()
+        training.train(config(scenes, maps, tmp_path / f"run-{warned}"))
+        said = f"warning: the score maps of {maps} were imported without a check of how they are"
+        err = capsys.readouterr().err
+        assert (said in err) is warned
+        assert ("densefeed import --reference MODEL" in err) is warned
+
+
+def test_outside_maps_that_a_reference_has_checked_do_not_warn(
+    scenes, tmp_path, monkeypatch, capsys
+):
+    """If the audit could not tell, the import still warns."""
+    monkeypatch.setattr(import_labels, "load_references", lambda *_: "a model")
+    for n, verdict in enumerate(("sound", "unchecked")):
+        checks = [Check("orientation", verdict, "some evidence")]
+        monkeypatch.setattr(
+            import_labels, "audit", lambda *_, c=checks, **__: AuditResult(None, c, {})
+        )
+        store = import_tree(scenes, tmp_path / f"{n}.h5", reference="runs/teacher.pt")
+        assert store.header.teacher.endswith("(pack tree, axes row-column by reference teacher.pt)")
+        assert not lacks_reference(store.header.teacher)
+        assert ("was not checked" in capsys.readouterr().err) is (verdict == "unchecked")

@@ -16,7 +16,7 @@ from densefeed.objectives.base import Objective, Setting
 from densefeed.pipelines.augment.settings import Augment
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.loader import Preparation
-from densefeed.pipelines.mixing import MixOptions
+from densefeed.pipelines.mixing import MixOptions, check_pairs
 from densefeed.pipelines.open import DataOptions, Mode, open_dataset
 from densefeed.pipelines.targets import TargetRules
 from densefeed.step import Step
@@ -183,6 +183,7 @@ def build_step(
     # Only methods that wrap a model read the number of epochs.
     setting = Setting(chosen.objective, chosen.labels, chosen.mix, shapes, 1, name)
     built = build_objective(setting)
+    check_pairs(loader.plan, chosen.mix)
     check_model(loader, first, built)
     return Step(loader, model, built, loader.data, chosen.augment, dtype)
 

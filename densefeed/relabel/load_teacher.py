@@ -21,6 +21,7 @@ from densefeed.relabel.class_map import ClassMap, read_class_map
 from densefeed.relabel.network import Network, preprocessing_config
 from densefeed.relabel.reference_match import References
 from densefeed.relabel.teacher import Teacher
+from densefeed.storage.dataset_names import describe_difference
 from densefeed.storage.geometry import Geometry
 from densefeed.system.devices import choose_device
 from densefeed.system.errors import UserError, first_line
@@ -80,10 +81,12 @@ def load_teacher(
             name = f"{source} by {Path(file).name} {_digest(class_map)}"
         # Without names only the number of classes can be compared, which `begin_pass` does.
         elif network.class_names and network.class_names != data_names:
+            difference = describe_difference(
+                network.class_names, "of the teacher", data_names, "of the data"
+            )
             raise UserError(
-                f"{source} was trained on other classes than the data has "
-                f"({network.class_names[0]}, ... and {data_names[0]}, ...); choose a teacher of "
-                "the same classes, or pass a --class-map"
+                f"{source} was trained on other classes than the data has ({difference}); choose a "
+                "teacher of the same classes, or pass a --class-map"
             )
         members.append((network.model, size, network.config, class_map, name))
     joined = " + ".join(member[-1] for member in members)
@@ -142,9 +145,10 @@ def load_references(
     network = load_network(name, model, input_size)
     names = network.class_names
     if names and list(names) != list(class_names):
+        difference = describe_difference(names, "of the reference", class_names, "of the maps")
         raise UserError(
-            f"{name} was trained on other classes than the maps have ({names[0]}, ... and "
-            f"{class_names[0]}, ...); choose another reference"
+            f"{name} was trained on other classes than the maps have ({difference}); choose "
+            "another reference"
         )
     place = choose_device(device)
     # Both show their pictures to the same network.

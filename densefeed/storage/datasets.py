@@ -397,6 +397,11 @@ def read_list(root: Path, file: Path, classes: int = 0) -> Listed:
         every_path = [path for paths in (own_paths, *other_paths) for path in paths]
         folders = [take_class(skip_split(path)) for path in every_path]
         every = [entry.label for entries in lists for entry in entries]
+        if not classes and min(every) > 0:
+            print(
+                f"note: {file} gives no image the label 0, so class 0 has no images; if its labels "
+                f"count from 1, subtract 1 from each"
+            )
         names, labels = name_labels(every, folders, classes), [entry.label for entry in own]
     return Listed([entry.path for entry in own], np.array(labels, np.int64), names, root)
 

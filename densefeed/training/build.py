@@ -93,6 +93,8 @@ def build_model(
             # A TypeError means that this model has no such argument: try the next way.
             if way is ways[-1] or not isinstance(error, TypeError):
                 remedy = "; change --model-kwargs" if options.kwargs else ""
+                if remedy:
+                    remedy += ", or give it bare to remove those of the recipe"
                 if "drop_path_rate" in str(error):
                     remedy = "; give --drop-path 0"
                 raise UserError(f"{name} cannot be built: {first_line(error)}{remedy}") from error

@@ -403,7 +403,6 @@ def test_sizes_change_at_the_given_epochs():
             r"3 microbatches of a batch of 32 cannot be shared by 2 ranks",
         ),
         (dict(microbatches=5), r"5 microbatches of a batch of 32 cannot be shared"),
-        (dict(microbatches=32), r"has 1 images in each; choose an even number"),
         (dict(rank=2, ranks=2), r"rank 2 is out of range for 2 ranks"),
         (dict(repeats=0), r"repeats is 0 and must be at least 1"),
         (dict(block=0), r"block is 0 and must be at least 1"),

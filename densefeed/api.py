@@ -205,7 +205,8 @@ def check_model(loader: Loader, model: nn.Module, objective: Objective) -> None:
             raise UserError(f"{name} has a token head; create it with token_head=False")
         raise UserError(
             f"{name} has no token head; create an lvvit, dhvt or t2t_vit model with "
-            "token_head=True, or take the objective relabel, which any model can train with"
+            "token_head=True, or take the objective relabel, which any model can train with, or "
+            "add a head and with_token_head as docs/extending.md describes"
         )
     if getattr(model, "num_classes", classes) != classes:
         raise UserError(

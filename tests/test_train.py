@@ -520,7 +520,7 @@ def test_third_party_checkpoint_is_not_resumed(packed, tmp_path):
         (dict(model_kwargs=("stem_width=-1",)), "lvvit_micro cannot be built: Trying to create"),
         (
             dict(model="test_vit", objective="ce", mixtoken=False, model_kwargs=("num_heads=7",)),
-            r"test_vit cannot be built: .* divisible by num_heads; change --model-kwargs, or give it bare",
+            r"test_vit cannot be built: .* by num_heads; change --model-kwargs, or give it bare",
         ),
         (dict(seed=2**70), "--seed is"),
         (

@@ -161,11 +161,8 @@ def load_references(
     return found
 
 
-def download(source: str, option: str = "--teacher ") -> nn.Module:
-    """Create a timm model with its published weights. Raises UserError.
-
-    `option` is what the command has before the model, for the message.
-    """
+def download(source: str) -> nn.Module:
+    """Create a timm model with its published weights. Raises UserError."""
     if not is_registered(source):
         raise UserError(
             f"{source} is neither a file nor a timm model; timm.list_models(include_tags=True) "
@@ -176,8 +173,8 @@ def download(source: str, option: str = "--teacher ") -> nn.Module:
     # The hub's client raises many types when a download fails.
     except Exception as error:
         raise UserError(
-            f"the weights of {source} cannot be downloaded ({type(error).__name__}); pass a file: "
-            f"{option}weights.safetensors --model {source}"
+            f"the weights of {source} cannot be downloaded ({type(error).__name__}); name a file "
+            f"of them in its place, and {source} with --model, or --reference-model of an import"
         ) from error
 
 
@@ -215,7 +212,7 @@ def set_input_size(model: nn.Module, size: int) -> nn.Module:
         except (AssertionError, RuntimeError, ValueError, TypeError) as error:
             raise UserError(
                 f"{type(model).__name__} does not take images of {size} px ({first_line(error)}); "
-                "choose another --input-size"
+                "choose another --input-size, or --reference-size of an import"
             ) from error
     return model
 

@@ -90,7 +90,7 @@ def to_maps(kept: TopLogits, window_N4: np.ndarray) -> ScoreMaps:
     """Convert numbers on the host to rows of a store; UserError if they are not finite."""
     if not bool(kept.finite):
         raise UserError(
-            "the teacher gave logits that are not finite in float16; check its weights and "
+            "the teacher gave logits that are NaN or not finite in float16; check its weights and "
             "preprocessing"
         )
     logit, cls, lse = (part.numpy() for part in kept[:3])

@@ -55,7 +55,7 @@ from densefeed.storage.parquet_files import ParquetImages
 from densefeed.storage.tar_files import TarImages
 from densefeed.system.errors import UserError, explain_os_error, first_line
 from densefeed.system.files import find_path_fault, is_folder, open_regular, read_lines
-from densefeed.system.object_url import ObjectURL
+from densefeed.system.object_url import ObjectURL, check_local
 from densefeed.system.terminal import print
 
 if TYPE_CHECKING:
@@ -150,6 +150,8 @@ def find(root: Path | ObjectURL, dataset: str, split: str) -> Found:
             f"--dataset {dataset} is unknown; give none for a folder of class folders, "
             f"or one of {', '.join([*FINDERS, 'hfds'])} (see --help)"
         )
+    if not isinstance(root, ObjectURL):
+        check_local(root)
     if kind == "":
         kind = recognize(root, split)
     remote = isinstance(root, ObjectURL)

@@ -11,10 +11,10 @@ name alone, which is the key of WebDataset.
 
 What a file does not contain is declared: --footprint (the part of the image that its map covers)
 and --axes (which of the map's axes comes first). For the two published packs the defaults follow
-the code that generated them; nothing else is known about them. With --reference, any model of the same classes that
-responds to where objects are, both can be found: `--footprint find --axes find`. At the end the
-store is audited (densefeed audit does the same and writes a page); exit code 2 means that the audit
-found a fault.
+the code that generated them; nothing else is known about them. With --reference, any model of the
+same classes that responds to where objects are, both can be found: `--footprint find --axes find`.
+At the end the store is audited (densefeed audit does the same and writes a page); exit code 2 means
+that the audit found a fault.
 
 Run the same command again to continue a killed import. Images without a usable map are counted and
 listed at the end.

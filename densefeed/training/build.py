@@ -47,9 +47,9 @@ def model_arguments(
     if forbidden := find_forbidden(kwargs):
         raise UserError(f"--model-kwargs {forbidden}; remove it")
     many = options.fused_head == "auto" and num_classes >= FUSED_FROM
-    if has_tokens(options.name) and objective.needs_tokens:
-        if many or options.fused_head == "always":
-            kwargs["fused_head"] = True
+    fused = many or options.fused_head == "always"
+    if fused and objective.needs_tokens and has_tokens(options.name):
+        kwargs["fused_head"] = True
     return kwargs
 
 

@@ -1,4 +1,4 @@
-"""A model of your own with a head on every token: timm's vision transformer and a second classifier.
+"""A model of your own with a head on every token: timm's ViT and a second classifier.
 
 python model.py lvvit_micro_token_label --model token_vit --model-kwargs --no-mixtoken --data ...
 """

@@ -410,7 +410,7 @@ def test_sizes_change_at_the_given_epochs():
         (dict(sizes=((1, 224),)), r"epochs ascend from 0"),
         (dict(sizes=((0, 160), (0, 224))), r"epochs ascend from 0"),
         (dict(sizes=((0, 160), (9, 192), (5, 224))), r"epochs ascend from 0"),
-        (dict(sizes=((0, 0),)), r"an input of 0 px is too small; give other --sizes"),
+        (dict(sizes=((0, 0),)), r"an input of 0 px is too small; give a larger --size,"),
     ],
 )
 def test_inconsistent_plans_are_refused(fields, message):

@@ -243,10 +243,8 @@ def test_outside_maps_of_images_in_object_storage(scenes, tmp_path, bucket, caps
     ids = np.arange(20)
     before = ScoreMapStore(scenes / "maps.h5").rows(ids)
     assert np.array_equal(ScoreMapStore(tmp_path / "maps.h5").rows(ids).cls, before.cls)
-    options = Import(
-        labels=Path("s3://bucket/pack"), data=scenes / "scenes", out=tmp_path / "b.h5"
-    )
-    with pytest.raises(UserError, match="s3://bucket/pack is in object storage.*copy it"):
+    options = Import(labels=Path("s3://bucket/pack"), data=scenes / "scenes", out=tmp_path / "b.h5")
+    with pytest.raises(UserError, match=r"s3://bucket/pack is in object storage.*copy it"):
         import_labels.main(options)
 
 

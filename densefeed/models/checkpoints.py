@@ -362,8 +362,9 @@ def initialize(model: nn.Module, path: Path) -> str:
     The file may be ours or our run folder, a published LV-ViT file, or one of timm's for the same
     model, safetensors included; EMA weights are preferred. The model family's
     `checkpoint_filter_fn` (timm's convention) adapts names and the position table. A head that the
-    file does not have, or has with other classes, keeps its initial weights. Raises CheckpointError, and changes nothing, where any
-    other tensor is missing, unexpected or of another shape.
+    file does not have, or has with other classes, keeps its initial weights. Raises
+    CheckpointError, and changes nothing, where any other tensor is missing, unexpected or of
+    another shape.
     """
     path = find_file(path)
     checkpoint = load(path)

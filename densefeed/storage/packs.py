@@ -2,10 +2,11 @@
 
 A pack is a folder `<class>/<name>.pt` (or `.npy`) beside an ImageFolder of the same classes and
 names, or beside tar or Parquet files of images with the same names. TokenLabeling's and ReLabel's
-packs have this form, and folders of NumPy arrays may. Each file holds one array `[2, k, S, S]`: [0] the logits of the cell's top k classes, [1] the class ids,
-as floats. TokenLabeling's arrays are float16 with S = 18 and k = 5, ReLabel's float32 with S = 15.
-By convention a class that is not named has logit 0 (`absent` = `zero-logit`). The stored logsumexp
-is the one of this convention, because packs do not contain the teacher's own.
+packs have this form, and folders of NumPy arrays may. Each file holds one array `[2, k, S, S]`: [0]
+the logits of the cell's top k classes, [1] the class ids, as floats. TokenLabeling's arrays are
+float16 with S = 18 and k = 5, ReLabel's float32 with S = 15. By convention a class that is not
+named has logit 0 (`absent` = `zero-logit`). The stored logsumexp is the one of this convention,
+because packs do not contain the teacher's own.
 
 The files do not contain which part of an image they cover, nor which axis comes first, so both are
 declared at import.

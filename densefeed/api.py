@@ -16,7 +16,7 @@ from densefeed.objectives.base import Objective, Setting
 from densefeed.pipelines.augment.settings import Augment
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.loader import Preparation
-from densefeed.pipelines.mixing import MixOptions
+from densefeed.pipelines.mixing import MixOptions, check_pairs
 from densefeed.pipelines.open import DataOptions, Mode, open_dataset
 from densefeed.pipelines.targets import TargetRules
 from densefeed.step import Step
@@ -183,6 +183,7 @@ def build_step(
     # Only methods that wrap a model read the number of epochs.
     setting = Setting(chosen.objective, chosen.labels, chosen.mix, shapes, 1, name)
     built = build_objective(setting)
+    check_pairs(loader.plan, chosen.mix)
     check_model(loader, first, built)
     return Step(loader, model, built, loader.data, chosen.augment, dtype)
 
@@ -204,7 +205,8 @@ def check_model(loader: Loader, model: nn.Module, objective: Objective) -> None:
             raise UserError(f"{name} has a token head; create it with token_head=False")
         raise UserError(
             f"{name} has no token head; create an lvvit, dhvt or t2t_vit model with "
-            "token_head=True, or take the objective relabel, which any model can train with"
+            "token_head=True, or take the objective relabel, which any model can train with, or "
+            "add a head and with_token_head as docs/extending.md describes"
         )
     if getattr(model, "num_classes", classes) != classes:
         raise UserError(

@@ -19,6 +19,7 @@ import densefeed.step
 import densefeed.train as training
 from densefeed.models import checkpoints
 from densefeed.system.errors import UserError
+from densefeed.system.options import with_options
 from densefeed.training import monitor
 from densefeed.training.guards import STOPPING, NonFiniteGuard
 
@@ -556,8 +557,21 @@ def test_guard_does_not_sync_between_log_lines(micro, tmp_path, monkeypatch):
 
 def test_other_number_of_epochs_cannot_resume(micro, finished):
     """The learning rate schedule would be different."""
-    with pytest.raises(UserError, match="was trained with epochs=2"):
-        training.train(micro(finished, **SAVED, epochs=3, resume="auto"))
+    with pytest.raises(UserError, match=r"was trained with epochs=2; give .* another --out$"):
+        training.train(micro(finished, **SAVED, epochs=1, resume="auto"))
+
+
+def test_outside_a_finished_run_is_trained_longer_from_its_folder(micro, finished, tmp_path):
+    longer = micro(finished, **SAVED, epochs=3, resume="auto")
+    with pytest.raises(
+        UserError,
+        match=f"epochs=2; give the same value, or train longer .* --init {finished} and another",
+    ):
+        training.train(longer)
+    fresh = with_options(longer, out=tmp_path / "longer", init=finished, epochs=1)
+    training.train(fresh)
+    with pytest.raises(UserError, match=r"has no last\.pt; give a run folder"):
+        training.train(with_options(fresh, out=tmp_path / "none", init=tmp_path))
 
 
 JOINT = dict(

@@ -520,7 +520,7 @@ def test_third_party_checkpoint_is_not_resumed(packed, tmp_path):
         (dict(model_kwargs=("stem_width=-1",)), "lvvit_micro cannot be built: Trying to create"),
         (
             dict(model="test_vit", objective="ce", mixtoken=False, model_kwargs=("num_heads=7",)),
-            r"test_vit cannot be built: .* divisible by num_heads; change --model-kwargs",
+            r"test_vit cannot be built: .* by num_heads; change --model-kwargs, or give it bare",
         ),
         (dict(seed=2**70), "--seed is"),
         (
@@ -936,3 +936,10 @@ def test_a_residual_stream_in_16_bits_trains_or_is_refused(packed, tmp_path):
         training.train(config(packed, tmp_path / "vit", precision="bf16", **other))
     result = training.train(config(packed, tmp_path / "run", precision="bf16", **fields))
     assert 0 <= result["top1"] <= 1
+
+
+def test_outside_parts_of_three_images_train_without_mixing(packed, tmp_path):
+    odd = config(packed, tmp_path / "run", batch=6, microbatch=3, epochs=1, mixtoken=False)
+    assert 0 <= training.train(odd)["top1"] <= 1
+    with pytest.raises(UserError, match=r"6 in 2 parts has 3 images in each, and an image and its"):
+        training.train(with_options(odd, out=tmp_path / "b", mixtoken=True))

@@ -29,7 +29,7 @@ SYSTEM = re.compile(
     r"@Recently-Snapshot|\$RECYCLE\.BIN|System Volume Information|lost\+found)(?:/|$)",
     re.IGNORECASE,
 )
-# Kinds of files that a message lists, and characters of each.
+# Kinds of files, or classes, that a message lists, and characters of each kind.
 NAMED, LETTERS = 5, 18
 # Images whose paths are hashed or compared at once.
 MOST_NAMES = 2**14
@@ -194,6 +194,23 @@ def check_two_classes(root: object, class_names: Sequence[str]) -> None:
             f"{root} has one class alone, {class_names[0]!r}; give the folder that holds a folder "
             "of images for each class"
         )
+
+
+def list_some(names: Sequence[str]) -> str:
+    """Write out the first names of a list."""
+    return ", ".join(names[:NAMED]) + ", ..." * (len(names) > NAMED)
+
+
+def describe_difference(one: Sequence[str], where: str, other: Sequence[str], there: str) -> str:
+    """Describe how the class names of `where` differ from those of `there`, another list."""
+    first, second = set(one), set(other)
+    lacking = [name for name in other if name not in first]
+    more = [name for name in one if name not in second]
+    alone = [(more, where), (lacking, there)]
+    if parts := [f"only {place}: {list_some(names)}" for names, place in alone if names]:
+        return "; ".join(parts)
+    n = next((n for n, pair in enumerate(zip(one, other, strict=False)) if len(set(pair)) > 1), 0)
+    return f"the same names in another order: class {n} is {one[n]} {where} and {other[n]} {there}"
 
 
 def hash_images(paths: Sequence[str], labels: np.ndarray, sizes: Iterable[int | None] = ()) -> str:

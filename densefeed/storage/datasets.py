@@ -55,7 +55,7 @@ from densefeed.storage.parquet_files import ParquetImages
 from densefeed.storage.tar_files import TarImages
 from densefeed.system.errors import UserError, explain_os_error, first_line
 from densefeed.system.files import find_path_fault, is_folder, open_regular, read_lines
-from densefeed.system.object_url import ObjectURL
+from densefeed.system.object_url import ObjectURL, check_local
 from densefeed.system.terminal import print
 
 if TYPE_CHECKING:
@@ -150,6 +150,8 @@ def find(root: Path | ObjectURL, dataset: str, split: str) -> Found:
             f"--dataset {dataset} is unknown; give none for a folder of class folders, "
             f"or one of {', '.join([*FINDERS, 'hfds'])} (see --help)"
         )
+    if not isinstance(root, ObjectURL):
+        check_local(root)
     if kind == "":
         kind = recognize(root, split)
     remote = isinstance(root, ObjectURL)
@@ -398,6 +400,11 @@ def read_list(root: Path, file: Path, classes: int = 0) -> Listed:
         every_path = [path for paths in (own_paths, *other_paths) for path in paths]
         folders = [take_class(skip_split(path)) for path in every_path]
         every = [entry.label for entries in lists for entry in entries]
+        if not classes and min(every) > 0:
+            print(
+                f"note: {file} gives no image the label 0, so class 0 has no images; if its labels "
+                f"count from 1, subtract 1 from each"
+            )
         names, labels = name_labels(every, folders, classes), [entry.label for entry in own]
     return Listed([entry.path for entry in own], np.array(labels, np.int64), names, root)
 

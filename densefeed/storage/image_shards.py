@@ -99,12 +99,15 @@ def recognize(root: Path | ObjectURL, split: str) -> str:
         endings = set(map(find_ending, names))
         kinds = [kind for kind, known in SHARDS.items() if endings.intersection(known)]
         if len(kinds) > 1:
-            raise UserError(f"{place} holds tar and Parquet files; give --dataset tar or parquet")
+            raise UserError(
+                f"{place} holds tar and Parquet files; give --dataset tar or parquet, or, where a "
+                "command has no --dataset, move one kind to a folder of its own"
+            )
         if kinds and not folders:
             if endings.intersection(ENDINGS):
                 raise UserError(
                     f"{place} holds images beside {kinds[0]} files; move the images into class "
-                    f"folders elsewhere, or give --dataset {kinds[0]} for the files"
+                    f"folders elsewhere, or, to label or pack the files, give --dataset {kinds[0]}"
                 )
             return kinds[0]
         # The folder of the split is where class folders are looked for.

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
+from densefeed.storage.dataset_names import describe_difference
 from densefeed.storage.images import Images
 from densefeed.storage.maintenance import copy, summary
 from densefeed.storage.score_maps import ScoreMapStore
@@ -63,9 +64,11 @@ def select(store: ScoreMapStore, images: Images, out: Path) -> ScoreMapStore:
     """
     header = store.header
     if len(header.class_names) != len(images.class_names):
+        names = header.class_names, images.class_names
+        difference = describe_difference(names[0], "in the maps", names[1], "in the images")
         raise UserError(
             f"{store.path} is of {len(header.class_names)} classes and {images.root} has "
-            f"{len(images.class_names)}; select maps for images of the same classes"
+            f"{len(images.class_names)} ({difference}); select maps for images of the same classes"
         )
     try:
         rows = match_names(store.paths(), images.paths)

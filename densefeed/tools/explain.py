@@ -144,7 +144,7 @@ def open_model(options: Explanations, device: torch.device) -> Trained:
         raise UserError(f"{source} is a model of timm alone; leave out --network {name}")
     if options.model:
         raise UserError(f"{source} is a model of timm; leave out --model {options.model}")
-    model = download(source, "")
+    model = download(source)
     data = resolve_data_config(model=model)
     size = options.size or data["input_size"][-1]
     model, kwargs = at_size(model, ModelSpec(source, {}), size, path)

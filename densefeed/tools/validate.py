@@ -28,6 +28,7 @@ how much was not measured.
 """
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -49,6 +50,7 @@ from densefeed.pipelines.batch import to_device
 from densefeed.pipelines.loader import Source, ThreadedLoader
 from densefeed.pipelines.open import Filter, find_loader
 from densefeed.pipelines.plan import EpochPlan
+from densefeed.storage.dataset_names import list_some
 from densefeed.storage.geometry import LEAST_CROP
 from densefeed.storage.images import DecodeOptions, limit_pixels
 from densefeed.system.devices import DeviceOptions, ThreadOptions, choose_device, synchronize
@@ -58,13 +60,11 @@ from densefeed.system.json_files import read_json
 from densefeed.system.options import Bounds, Count, own_first
 from densefeed.system.progress import bar
 from densefeed.system.provenance import check_replaceable, environment, write_json
-from densefeed.system.terminal import escape_controls, print_table
+from densefeed.system.terminal import escape_controls, print, print_table
 from densefeed.training.evaluation import Metrics, mean_metrics_sync, predict, sum_metrics
 from densefeed.training.load_model import Trained, Weights, open_trained
 
 PACKAGES = ("torch", "timm", "numpy")
-# Unknown classes that a message lists.
-NAMED = 3
 # Images per call of timm's ReaL accuracy, which takes a dense row of all classes for each.
 CHUNK = 1024
 # Least time for which the model alone is timed.
@@ -123,12 +123,30 @@ def match_classes(
         return Match(list(range(num_classes)), "order")
     known = set(stand_in if unnamed else model)
     unknown = [name for name in data if name not in known]
-    example = f" ({model[0]}, ...)" if model else ""
+    example = f" ({list_some(model)})" if model else ""
     raise UserError(
-        f"{len(unknown)} of the {len(data)} classes of the data ({', '.join(unknown[:NAMED])}, "
-        f"...) are not among the {num_classes} classes of the model{example}; "
+        f"{len(unknown)} of the {len(data)} classes of the data ({list_some(unknown)}) are not "
+        f"among the {num_classes} classes of the model{example}; "
         "give data with class folders named as in training"
     )
+
+
+def warn_of_numbers(match: Match, data: list[str], trained: Trained, path: Path) -> None:
+    """Warn if classes match by number and may be others: not as many, or with names in the model.
+
+    The 1,000 classes of ImageNet-V2 are numbers too.
+    """
+    names, count = trained.class_names, trained.model.num_classes
+    others = len(data) != count or (names and not imagenet_names(trained.model))
+    if match.by == "number" and others:
+        first = f", as {data[0]} with {names[match.columns[0]]!r}" if names else ""
+        print(
+            f"warning: the {len(data):,} classes of {path} have numbers for names and were matched "
+            f"by number with the {count:,} of the model{first}; if these are other classes, the "
+            "accuracy is meaningless",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def open_source(options: Validation) -> Source:
@@ -327,6 +345,7 @@ def main(options: Validation) -> dict:
     with closing(make_loader(source, plan, options.threads, "raise", False, device)) as loader:
         stand_in = imagenet_names(model)
         match = match_classes(source.class_names, trained.class_names, model.num_classes, stand_in)
+        warn_of_numbers(match, source.class_names, trained, options.data)
         real = open_real(options.real, source, options.data) if options.real else None
         model.to(device, memory_format=torch.channels_last)
         normalize = Normalize(trained.mean, trained.std).to(device)

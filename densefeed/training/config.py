@@ -41,11 +41,12 @@ from densefeed.training.optimizers import check_optimizer, has_momentum
 class ModelOptions(Options):
     """The section `model`: the network and how it is built."""
 
-    # any timm classifier; token-label needs a model with a token head (lvvit_*, dhvt_*, t2t_vit_*)
+    # any timm classifier; token-label needs a token head (lvvit_*, dhvt_*, t2t_vit_*, or your own)
     name: Annotated[str, arg(name="model")] = "lvvit_s"
     # more arguments of the model, each NAME=VALUE with a Python value, e.g. depth=12
     kwargs: Annotated[tuple[str, ...], arg(name="model-kwargs")] = ()
-    # initial weights: a checkpoint of a run, of the published LV-ViT, or of timm for this model
+    # initial weights: a run folder or a checkpoint of a run, of the published LV-ViT, or of timm
+    # for this model
     init: Path | None = None
     # stochastic depth of the last block, probability
     drop_path: Annotated[float, Bounds(0, 0.99)] = 0.1
@@ -250,7 +251,10 @@ def check_same_run(config: Config, saved: dict[str, Any]) -> None:
     before = dict(leaves(Config.from_dict(saved, config, f"the run in {out}")))
     for name, value in leaves(config):
         if name not in FREE and value != before[name]:
+            remedy = "or choose another --out"
+            # The learning rate of a run falls to its end.
+            if name in ("epochs", "cooldown_epochs") and value > before[name]:
+                remedy = f"or train longer from its weights, with --init {out} and another --out"
             raise UserError(
-                f"{out} was trained with {name}={before[name]}; give the same value, or choose "
-                "another --out"
+                f"{out} was trained with {name}={before[name]}; give the same value, {remedy}"
             )

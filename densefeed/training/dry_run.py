@@ -37,7 +37,11 @@ def dry_run(run: Run) -> None:
         # Even numbers, because an image and its mixing partner share a part.
         parts = (n for n in range(2, optim.microbatch, 2) if local % n == 0)
         fits = [n for n in parts if fixed + per_image * n < free]
-        remedy = f"--microbatch {fits[-1]}" if fits else "--grad-checkpointing, or a smaller model"
+        remedy = (
+            f"--microbatch {fits[-1]}"
+            if fits
+            else "a smaller --size or --model, or --grad-checkpointing"
+        )
         raise UserError(
             f"{takes} on {ranks.device}, of which {free / 1e9:.2f} GB are free; give {remedy}"
         )

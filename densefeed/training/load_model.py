@@ -63,13 +63,7 @@ def open_trained(
 
     Raises UserError.
     """
-    if path.is_dir():
-        folder, path = path, path / "last.pt"
-        if not path.is_file():
-            raise UserError(
-                f"{folder} has no last.pt; give a run folder of densefeed train, or a checkpoint "
-                "file"
-            )
+    path = checkpoints.find_file(path)
     if size < 0:
         raise UserError(f"--size is {size}, and must be a number of pixels")
     model, checkpoint = checkpoints.build(path, model_name)

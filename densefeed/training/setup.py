@@ -19,8 +19,9 @@ from densefeed.models.token_transformer import TokenTransformer
 from densefeed.objectives import build_objective
 from densefeed.objectives.base import Objective
 from densefeed.pipelines.loader import Source, ThreadedLoader
+from densefeed.pipelines.mixing import check_pairs
 from densefeed.pipelines.open import DataOptions, Mode, open_dataset
-from densefeed.storage.dataset_names import check_two_classes
+from densefeed.storage.dataset_names import check_two_classes, list_some
 from densefeed.storage.geometry import teacher_window
 from densefeed.storage.packs import lacks_reference
 from densefeed.system.errors import UserError
@@ -37,8 +38,6 @@ from densefeed.training.student import Student, build_student
 REQUIRED = {"config", "fingerprint", "maps", "step", "microbatch", "skips", "seen", "spent"}
 # Score maps that a resumed run compares.
 CHECKED_MAPS = 64
-# Classes that a message names.
-NAMED = 5
 # Images whose size is compared with the Window of their map.
 CHECKED_WINDOWS = 16
 # Training files that are looked for among those of the validation set, and most of the latter.
@@ -99,6 +98,7 @@ def setup_run(config: Config, ranks: Ranks) -> Run:
     if config.model.frozen_statistics:
         check_frozen(objective)
     loader = open_loader(data, optim, config.run.seed, objective, "train", ranks)
+    check_pairs(loader.plan, config.mix)
     val = open_loader(data, optim, config.run.seed, objective, "evaluate", ranks)
     align_classes(data, loader, val, ranks)
     check_datasets(data, objective, loader)
@@ -297,11 +297,6 @@ def align_classes(
             f"{data.val} has no images of {len(lacking):,} of the {len(names):,} classes of "
             f"{data.train}: {list_some(lacking)}"
         )
-
-
-def list_some(names: list[str]) -> str:
-    """Write out the first names of a list."""
-    return ", ".join(names[:NAMED]) + ", ..." * (len(names) > NAMED)
 
 
 def explain_numbers(*sets: list[str]) -> str:

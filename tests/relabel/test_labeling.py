@@ -235,7 +235,7 @@ def test_a_failed_write_ends_the_pass_and_what_was_written_stays(folder, tmp_pat
         with pytest.raises(OSError, match="No space left") as error:
             label_images(images, scorer, "t", tmp_path / "maps.h5", **options())
     assert explain_os_error(error.value).endswith(
-        ".1.h5.part: the disk is full; free some space or choose another --out"
+        ".1.h5.part: the disk is full; free some space or choose another place"
     )
     assert done_rows(tmp_path / "maps.h5") >= 6
     label_images(images, scorer, "t", tmp_path / "maps.h5", **options())

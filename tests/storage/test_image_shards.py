@@ -144,7 +144,7 @@ def test_outside_images_beside_shards_are_refused(shards, tmp_path, kind):
     for file in shards[kind].rglob("*train-*"):
         (tmp_path / "data" / file.name).write_bytes(file.read_bytes())
     (tmp_path / "data" / "0.jpg").write_bytes(JPEG)
-    with pytest.raises(UserError, match=f"/data holds images beside {kind} files; move .*{kind} "):
+    with pytest.raises(UserError, match=f"/data holds images beside {kind} files; move .*{kind}$"):
         Images(tmp_path)
     assert Images(tmp_path, kind).class_names
 

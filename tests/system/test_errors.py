@@ -45,7 +45,9 @@ def test_a_command_without_memory_ends_in_one_sentence(capsys, take):
     assert stopped.value.code == 2
     printed = capsys.readouterr().err.splitlines()
     assert len(printed) == 1
-    assert re.fullmatch(r"error: out of memory \(.+\); give a smaller --batch or .*", printed[0])
+    assert re.fullmatch(
+        r"error: out of memory \(.+\); end other programs, or .* --batch .*", printed[0]
+    )
 
 
 def test_a_command_without_stdout_ends_in_its_sentence(monkeypatch, capsys):

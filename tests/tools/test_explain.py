@@ -308,7 +308,7 @@ def test_a_model_of_timm_comes_with_its_published_weights(options, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(timm, "create_model", offline)
-        with pytest.raises(UserError, match=r"file: weights.safetensors --model test_vit"):
+        with pytest.raises(UserError, match=r"name a file of them in its place, and test_vit with"):
             main(options(source="test_vit"))
     given = options(source="test_vit", count=1, classes=("tench, Tinca tinca", "999"))
     create = timm.create_model

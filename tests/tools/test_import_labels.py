@@ -23,6 +23,7 @@ from densefeed.storage.images import Images
 from densefeed.storage.packs import PUBLISHED, lacks_reference
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError
+from densefeed.system.object_store import connect
 from densefeed.system.options import with_options
 from densefeed.tools import export_labels, import_labels, make_digit_scenes
 from densefeed.tools.export_labels import ExportLabels
@@ -30,6 +31,7 @@ from densefeed.tools.import_labels import Import
 from densefeed.tools.pack_dataset import Packing, main
 
 from ..runs import train_loader
+from ..shard_files import write_tar
 from ..stores import write_store
 
 SIDE, TOP_K, CLASSES = 18, 5, 10
@@ -221,6 +223,33 @@ def test_a_column_row_tree_is_transposed(scenes, tmp_path):
         ScoreMapStore(tmp_path / "t.h5").rows(ids).cls,
         ScoreMapStore(scenes / "maps.h5").rows(ids).cls,
     )
+
+
+def test_outside_maps_of_images_in_object_storage(scenes, tmp_path, bucket, capsys):
+    """WebDataset in S3: the keys are the names of the files of the pack."""
+    obstore = pytest.importorskip("obstore")
+    images, files = Images(scenes / "scenes"), []
+    for n, path in enumerate(images.paths):
+        files += [(f"{Path(path).stem}.jpg", images.read(n))]
+        files += [(f"{Path(path).stem}.cls", b"%d" % images.labels[n])]
+    tar = write_tar(tmp_path / "train-0.tar", files)
+    obstore.put(connect(bucket), "wds/train-0.tar", tar.read_bytes())
+    import_labels.main(
+        Import(
+            labels=scenes / "tree",
+            data=bucket / "wds",
+            out=tmp_path / "maps.h5",
+            footprint="squash",
+            audit=False,
+        )
+    )
+    assert "maps are matched by their names without folders" in capsys.readouterr().out
+    ids = np.arange(20)
+    before = ScoreMapStore(scenes / "maps.h5").rows(ids)
+    assert np.array_equal(ScoreMapStore(tmp_path / "maps.h5").rows(ids).cls, before.cls)
+    options = Import(labels=Path("s3://bucket/pack"), data=scenes / "scenes", out=tmp_path / "b.h5")
+    with pytest.raises(UserError, match=r"s3://bucket/pack is in object storage.*copy it"):
+        import_labels.main(options)
 
 
 def test_undeclared_properties_are_as_published(scenes, tmp_path):

@@ -143,9 +143,9 @@ STAGES = (
         Stage(
             f"step-{cost.name}",
             360,
-            f"benchmarks.step {cost.words}",
+            f"benchmarks.step --model {cost.model} --variants {cost.variant} --batch {cost.batch}",
             f"{SMALL_STEP} {cost.small}",
-            (Goal(f"step {cost.ratio}, compiled", cost.goal),),
+            (Goal(f"step ours+{cost.variant} / {cost.beside}, compiled", cost.goal),),
         )
         for cost in METHOD_COSTS
     ),

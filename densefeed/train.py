@@ -6,6 +6,9 @@
 `densefeed train RECIPE --help` shows every option (densefeed/training/config.py).
 """
 
+if not __package__:
+    import script_start  # noqa: F401
+
 import time
 from collections.abc import Callable
 from contextlib import closing, nullcontext

@@ -12,6 +12,9 @@ share in the loader and a share in the step (on a GPU, the thread that launches 
 measurements take seconds and are not a benchmark: nothing is appended to benchmarks/results.csv.
 """
 
+if not __package__:
+    import script_start  # noqa: F401
+
 import os
 import shlex
 import sys

@@ -9,6 +9,9 @@ which part of the image they cover, and whether each is stored at its own image.
 that a fault was found.
 """
 
+if not __package__:
+    import script_start  # noqa: F401
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,6 +3,9 @@
 densefeed beton verify train.beton val.beton
 """
 
+if not __package__:
+    import script_start  # noqa: F401
+
 import tyro
 
 from densefeed.storage.beton import verify_files

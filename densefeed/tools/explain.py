@@ -15,6 +15,9 @@ shorter side, resized to the model's size. Images are read and written one batch
 their number does not change the memory that the command takes.
 """
 
+if not __package__:
+    import script_start  # noqa: F401
+
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack

@@ -23,6 +23,9 @@ written, all of them are complete before the first one gets its name. A second e
 folder at the same time is refused.
 """
 
+if not __package__:
+    import script_start  # noqa: F401
+
 import importlib.util
 import json
 import logging

@@ -8,6 +8,9 @@ logits and classes bit by bit. The command prints what such files cannot hold: t
 the part of the image that a map covers. The folder gets its name when all files are in it.
 """
 
+if not __package__:
+    import script_start  # noqa: F401
+
 import io
 from dataclasses import dataclass
 from pathlib import Path

@@ -18,6 +18,9 @@ Run the same command again to continue a killed import. Images without a usable 
 listed at the end.
 """
 
+if not __package__:
+    import script_start  # noqa: F401
+
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal

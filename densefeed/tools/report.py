@@ -7,6 +7,9 @@ the student saw them, with the label of every token drawn on them. `--boxes`, a 
 densefeed scenes writes, adds the true objects and measures how many labels are correct.
 """
 
+if not __package__:
+    import script_start  # noqa: F401
+
 import math
 import os
 import statistics

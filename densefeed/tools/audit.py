@@ -21,7 +21,8 @@ import numpy as np
 import tyro
 from PIL import Image
 
-from densefeed.pages.templates import INKS, TEMPLATES, picture
+from densefeed.pages.templates import TEMPLATES, picture
+from densefeed.pages.tokens import draw_labels
 from densefeed.relabel.audit import (
     VERDICTS,
     AuditResult,
@@ -192,36 +193,12 @@ def draw_row(result: AuditResult, row: int) -> dict:
 
 
 def draw_map(result: AuditResult, row: int) -> dict:
-    """Return the rectangles of a map, placed in its image (0 to 1), and a key of its main classes.
-
-    A class ranks by the sum over its cells of the squared probability.
-    """
+    """Return the rectangles of a map, placed in its image (0 to 1), and a key of its classes."""
     header, maps = result.store.header, result.store.rows(np.array([row]))
     named, _ = cell_targets(maps, header.num_classes, header.absent)
-    best_SS, p_SS = maps.cls[0, ..., 0], named[0, ..., 0]
-    mass = np.bincount(best_SS.ravel(), p_SS.ravel() ** 2)
-    ranked = [int(c) for c in np.argsort(-mass, kind="stable") if mass[c] > 0]
-    ink = {c: INKS[at % len(INKS)] for at, c in enumerate(ranked)}
-    top, left, bottom, right = maps.window[0].tolist()
-    width, height = (right - left) / header.side, (bottom - top) / header.side
-    cells = [
-        {
-            "x": round(left + x * width, 4),
-            "y": round(top + y * height, 4),
-            "w": round(width, 4),
-            "h": round(height, 4),
-            "ink": ink[int(best_SS[y, x])],
-            "opacity": round(0.62 * float(p_SS[y, x]) ** 2, 2),
-        }
-        # At 0.2 the opacity is 0.02: what is left out would not be seen.
-        for y, x in np.argwhere(p_SS > 0.2).tolist()
-    ]
-    key = [
-        {"name": class_name(header.class_names, c), "ink": ink[c]}
-        for c in ranked[:4]
-        if mass[c] > 0.02 * mass.sum()
-    ]
-    return {"cells": cells, "key": key}
+    names = [class_name(header.class_names, c) for c in range(header.num_classes)]
+    window = tuple(maps.window[0].tolist())
+    return draw_labels(maps.cls[0, ..., 0], named[0, ..., 0], names, window)
 
 
 def list_overlays(result: AuditResult) -> list[dict]:

@@ -47,7 +47,7 @@ from densefeed.explain.heat_maps import HEAT, encode_map, gray, matrix_picture, 
 from densefeed.explain.refusals import group_refusals
 from densefeed.models.model_spec import ModelSpec, imagenet_names, is_registered
 from densefeed.pages.templates import TEMPLATES, picture
-from densefeed.pages.tokens import label_tokens, make_cells
+from densefeed.pages.tokens import draw_labels, label_tokens
 from densefeed.pipelines.augment.augmentation import Normalize
 from densefeed.pipelines.batch import crop_batch
 from densefeed.pipelines.folder import map_spec
@@ -236,8 +236,8 @@ class TokenLabels:
         store.check(images.fingerprint(), images.labels, images.paths, where, split)
         self.spec = map_spec(store)
 
-    def __call__(self, row: int, size: tuple[int, int], crop_pct: float, grid: tuple) -> list[dict]:
-        """Return how the tokens of an image of `size` (H, W) are drawn, row by row."""
+    def __call__(self, row: int, size: tuple[int, int], crop_pct: float, grid: tuple) -> dict:
+        """Return how the tokens of an image of `size` (H, W) are drawn, as `draw_labels` does."""
         rows = np.array([row])
         maps = self.store.rows(rows)
         for fault, bad in self.store.impossible(rows, maps).items():
@@ -249,7 +249,8 @@ class TokenLabels:
         fields = [torch.from_numpy(part) for part in maps]
         batch = crop_batch(torch.empty(1, 0), torch.zeros(1), crop, places, fields)
         class_NT, probability_NT = label_tokens(batch, self.spec, grid)
-        return make_cells(class_NT[0], probability_NT[0], self.store.header.class_names)
+        class_RC, probability_RC = class_NT[0].reshape(grid), probability_NT[0].reshape(grid)
+        return draw_labels(class_RC, probability_RC, self.store.header.class_names)
 
 
 class Input(NamedTuple):
@@ -273,13 +274,12 @@ def read_input(file: ImageFile, trained: Trained, crop_pct: float) -> Input:
 
 
 def describe(
-    shown: Input, number: int, found: Explanation, n: int, names: list[str], cells: list[dict]
+    shown: Input, number: int, found: Explanation, n: int, names: list[str], labels: dict
 ) -> dict:
     """Return what the page shows of one image: row `n` of `found`."""
     probability = found.probability[n]
     best = probability.topk(min(LISTED, len(names)))
     photo = shrink(Image.fromarray(shown.pixels), PHOTO_SIDE)
-    grid = label_grid(found)
     layers = [describe_layer(k, maps, n) for k, maps in found.layers.items()]
     return {
         "number": number,
@@ -298,9 +298,7 @@ def describe(
             for c, j in list_classes(found, n).items()
         ],
         "rollout": encode(found.rollout, n),
-        "cells": cells,
-        "key": list_inks(cells),
-        "grid": grid,
+        "labels": labels,
         "layers": layers,
         "head_count": max((len(layer["heads"]) for layer in layers), default=0),
         "matrices": [
@@ -313,11 +311,6 @@ def describe(
             for block, maps in found.features.items()
         ],
     }
-
-
-def list_inks(cells: list[dict]) -> list[tuple[str, str]]:
-    """Return name and color of each class that some token has with more than one half."""
-    return sorted({(cell["name"], cell["ink"]) for cell in cells if cell["sure"]})
 
 
 def describe_layer(number: int, maps: LayerMaps, n: int) -> dict:
@@ -392,8 +385,8 @@ def explain_images(
                 stem = f"{done:06d}"
                 save_files(outputs, stem, found, n, shown, options)
                 row, grid = shown.file.row, label_grid(found)
-                cells = labels(row, shown.size, crop_pct, grid) if labels else []
-                yield describe(shown, done, found, n, names, cells)
+                drawn = labels(row, shown.size, crop_pct, grid) if labels else {}
+                yield describe(shown, done, found, n, names, drawn)
                 done += 1
                 advance(1, "")
 

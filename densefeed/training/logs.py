@@ -234,7 +234,8 @@ def describe_run(run: Run) -> str:
     beside = f", and {extra:,} that {run.objective.flag} trains beside them," if extra else ""
     others = f" and {ranks.size - 1} more" if ranks.size > 1 else ""
     short = optim.warmup_epochs >= epochs
-    warmup = f", not reached in {optim.warmup_epochs:g} epochs of warm-up" if short else ""
+    plural = "s" * (optim.warmup_epochs != 1)
+    warmup = f", not reached in {optim.warmup_epochs:g} epoch{plural} of warm-up" if short else ""
     resumed = f"; continuing at step {run.done}" if run.done else ""
     return (
         f"{run.spec.name}: {count:,} parameters{beside} on {ranks.device}{others}; objective "

@@ -75,6 +75,15 @@ class AuditOptions(DecodeOptions, ThreadOptions, DeviceOptions):
     # read all rows of a file of more than 100,000, of which otherwise 20,480 are read
     every_row: bool = False
 
+    def unused(self) -> dict[str, str]:
+        found = {}
+        if not self.teacher:
+            names = "model", "input_size", "images", "threads", "device"
+            found |= dict.fromkeys(names, "--teacher")
+        if self.data is None:
+            found |= dict.fromkeys(("dataset", "split", "max_pixels"), "--data")
+        return found
+
 
 def main(options: AuditOptions) -> None:
     """Audit the maps, print the checks, write the page and the numbers.
@@ -95,6 +104,8 @@ def main(options: AuditOptions) -> None:
     check_ending(numbers, ".json", "--json")
     check_replaceable(numbers, "checks", "--json" if options.json else "--out")
     images = Images(options.data, options.dataset, options.split) if options.data else None
+    if images:
+        images.warn_of_split()
     references = open_references(options) if options.teacher else None
     result = audit(path, images, references, options.images, options.every_row, options.threads)
     text = render_page(result)

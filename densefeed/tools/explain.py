@@ -74,7 +74,7 @@ from densefeed.system.files import (
     open_regular,
     replace_file,
 )
-from densefeed.system.options import Bounds, Count, NonNegativeInt, own_first
+from densefeed.system.options import Beside, Bounds, Count, NonNegativeInt, own_first
 from densefeed.system.progress import steps_bar
 from densefeed.system.terminal import escape_controls, print
 from densefeed.training.load_model import (
@@ -120,6 +120,16 @@ class Explanations(DecodeOptions, DeviceOptions):
     # model, or the name of a network that was trained beside it, e.g. agent; it has no EMA weights
     network: str = "model"
     batch: Count = 4  # images at once
+
+    def unused(self) -> dict[str, str]:
+        found = {}
+        if not any(path.is_dir() for path in self.images):
+            found["split"] = "a folder among --images"
+        if self.network != "model":
+            found["weights"] = Beside("--network")
+        elif not Path(self.source).exists() and is_registered(self.source):
+            found["weights"] = "a checkpoint"
+        return found
 
 
 class ImageFile(NamedTuple):
@@ -201,6 +211,7 @@ def find_images(options: Explanations) -> tuple[list[ImageFile], Images | None]:
             found += [ImageFile(file, "", 0, None) for file in loose]
         elif path.is_dir():
             images = Images(path, split=options.split)
+            images.warn_of_split("val")
             labels = images.labels.tolist()
             found += [
                 ImageFile(Path(images.where(row)), images.class_names[label], row, images)

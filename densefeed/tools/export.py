@@ -55,6 +55,7 @@ from densefeed.system.files import (
     replace_file,
     sync,
 )
+from densefeed.system.options import Options
 from densefeed.system.provenance import check_replaceable
 from densefeed.system.terminal import print
 from densefeed.training.load_model import Trained, Weights, open_trained
@@ -74,7 +75,7 @@ ONNX_LIMIT = 2**31 - 2**24
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export:
+class Export(Options):
     """The model to export, and the format."""
 
     checkpoint: tyro.conf.Positional[Path]  # a checkpoint, or a run folder of densefeed train

@@ -23,6 +23,7 @@ from densefeed.storage.packs import EXACT, map_stem, to_published
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import check_absent, create_folder, find_path_fault
+from densefeed.system.options import Options
 from densefeed.system.progress import bar
 from densefeed.system.terminal import print
 
@@ -35,7 +36,7 @@ SHOWN = 120
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportLabels:
+class ExportLabels(Options):
     """The score maps to export."""
 
     maps: Path  # the score maps: an HDF5 file, or a folder of shards

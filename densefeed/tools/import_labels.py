@@ -49,7 +49,7 @@ from densefeed.storage.tensor_files import TensorFiles
 from densefeed.system.devices import ThreadOptions
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import check_absent, check_ending
-from densefeed.system.options import NonNegativeInt, own_first
+from densefeed.system.options import Beside, NonNegativeInt, own_first
 from densefeed.system.terminal import print
 
 
@@ -79,6 +79,15 @@ class Import(DecodeOptions, ThreadOptions):
     audit: bool = True  # audit the finished store
     audit_images: int = 300  # images that the reference sees
 
+    def unused(self) -> dict[str, str]:
+        names = "reference_model", "reference_size", "audit_images"
+        if not self.reference:
+            return dict.fromkeys(names, "--reference")
+        # The reference finds the layout, and is what the audit compares with.
+        if self.audit or "find" in (self.footprint, self.axes):
+            return {}
+        return dict.fromkeys(("reference", *names), Beside("--no-audit"))
+
 
 def main(options: Import) -> None:
     """Match files to images, find or declare the layout, import and audit."""
@@ -88,6 +97,7 @@ def main(options: Import) -> None:
     if options.problems:
         check_ending(options.problems, ".txt", "--problems")
     images = Images(options.data, split=options.split)
+    images.warn_of_split()
     matching = match(images, options.labels)
     side, top_k = probe(images, matching)
     finding = [name for name in ("footprint", "axes") if getattr(options, name) == "find"]

@@ -39,6 +39,7 @@ from densefeed.pages.tokens import draw_labels, label_tokens
 from densefeed.pages.true_objects import Truth, boxes_in_crop, make_objects, read_objects
 from densefeed.pipelines.augment.augmentation import Augmentation, Normalize, augment_batches
 from densefeed.pipelines.loader import Source, ThreadedLoader
+from densefeed.pipelines.open import open_dataset
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.shapes import describe_shape
 from densefeed.pipelines.targets import TargetRules
@@ -46,7 +47,7 @@ from densefeed.storage.images import Images
 from densefeed.system.errors import UserError, make_command, restore_url
 from densefeed.system.files import check_ending, open_regular, replace_file
 from densefeed.system.json_files import check_number, read_json
-from densefeed.system.options import leaves, with_options
+from densefeed.system.options import Options, leaves, with_options
 from densefeed.system.progress import bar
 from densefeed.system.provenance import check_replaceable, write_json
 from densefeed.system.terminal import print
@@ -79,7 +80,7 @@ CURVES = ("#0b6e99", "#c2571a", "#3a8f4d", "#7a4fa3", "#8a6d1f", "#555555")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(Options):
     """The runs to show."""
 
     # run folders of densefeed train
@@ -369,6 +370,10 @@ def replay(runs: list[RunRecord], boxes: Path | None) -> dict:
     page = {"labeled": None, "sheet": [], "purity": None, "grid": 0}
     run = choose_run(runs)
     if run is None:
+        if boxes:
+            raise UserError(
+                "--boxes has no effect without a run that has dense labels; remove it, or give one"
+            )
         return page
     # Only maps that batches carry can be drawn, and only square crops: of a run with aspect buckets
     # or several scales those of --size.
@@ -413,8 +418,7 @@ def show_predictions(run: RunRecord, folder: Path) -> dict | None:
     config = run.config
     try:
         trained = open_trained(folder)
-        objective = build_objective(config.setting)
-        loader = open_loader(config.data, config.optim, config.run.seed, objective, "evaluate")
+        loader = open_dataset(config.data, "evaluate", batch=AT_ONCE, seed=config.run.seed)
         with closing(loader):
             if others := set(loader.class_names) - set(trained.class_names):
                 raise UserError(

@@ -90,6 +90,19 @@ def test_the_report_of_an_own_objective_says_why_it_shows_no_crops(run, packed, 
     assert ">own<" in (tmp_path / "own" / "report.html").read_text()
 
 
+def test_outside_another_command_reads_a_run_after_an_import(command, run, packed, tmp_path):
+    """As docs/extending.md says. Without it the config names an unknown operation."""
+    words = "--data", packed[0], "--val", packed[1], "--loader", "ffcv", "--out", tmp_path / "own"
+    run("augmentation.py", "lvvit_micro_token_label", *words, *SHORT, "--operations", "gamma")
+    script = tmp_path / "script.py"
+    lines = "import augmentation", "from densefeed.tools import report", "report.command()"
+    script.write_text("\n".join(lines))
+    environment = os.environ | {"PYTHONPATH": f"{HERE}:{HERE.parents[1]}"}
+    done = command(script, tmp_path / "own", environment=environment)
+    assert (done.returncode, done.stderr.count("shows no")) == (0, 0), done.stderr
+    assert "What the student saw" in (tmp_path / "own" / "report.html").read_text()
+
+
 @pytest.mark.slow
 def test_an_augmentation_trains_by_its_name(run, packed, tmp_path):
     words = "--data", packed[0], "--val", packed[1], "--loader", "ffcv", "--log-every", 1

@@ -176,9 +176,9 @@ class Images:
     def __len__(self) -> int:
         return len(self.paths)
 
-    def warn_of_split(self) -> None:
+    def warn_of_split(self, default: str = "train") -> None:
         """Print that the split is not read, if it is not the default and the set has no splits."""
-        if self._split != "train" and not self._reads_split:
+        if self._split != default and not self._reads_split:
             print(
                 f"warning: --split {self._split} is not read, because {self.root} holds no splits; "
                 "all of its images are taken",

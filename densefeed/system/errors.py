@@ -184,6 +184,7 @@ def make_command(
 ) -> Callable[[], None]:
     """Return the command that calls `main` with `options` from the command line.
 
+    `options` is a class of options (system/options.py).
     With `sigterm`, SIGTERM ends it as Ctrl-C does, and not at once.
     """
 
@@ -197,6 +198,7 @@ def make_command(
         def call() -> None:
             with name_stream(STDOUT):
                 given = tyro.cli(options, description=description)
+            given.check_named(sys.argv[1:])
             main(given)
 
         run(call)

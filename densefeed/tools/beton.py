@@ -7,6 +7,9 @@ Of a .beton every byte that has a checksum is read. A JPEG in a folder has none:
 it breaks the code of the compressed data, and libjpeg warns of bytes that are left over.
 """
 
+if not __package__:
+    import script_start  # noqa: F401
+
 import tyro
 
 from densefeed.storage.beton import verify_files

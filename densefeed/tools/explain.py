@@ -15,6 +15,9 @@ shorter side, resized to the model's size. Images are read and written one batch
 their number does not change the memory that the command takes.
 """
 
+if not __package__:
+    import script_start  # noqa: F401
+
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -44,7 +47,7 @@ from densefeed.explain.heat_maps import HEAT, encode_map, gray, matrix_picture, 
 from densefeed.explain.refusals import group_refusals
 from densefeed.models.model_spec import ModelSpec, imagenet_names, is_registered
 from densefeed.pages.templates import TEMPLATES, picture
-from densefeed.pages.tokens import label_tokens, make_cells
+from densefeed.pages.tokens import draw_labels, label_tokens
 from densefeed.pipelines.augment.augmentation import Normalize
 from densefeed.pipelines.batch import crop_batch
 from densefeed.pipelines.folder import map_spec
@@ -71,7 +74,7 @@ from densefeed.system.files import (
     open_regular,
     replace_file,
 )
-from densefeed.system.options import Bounds, Count, NonNegativeInt, own_first
+from densefeed.system.options import Beside, Bounds, Count, NonNegativeInt, own_first
 from densefeed.system.progress import steps_bar
 from densefeed.system.terminal import escape_controls, print
 from densefeed.training.load_model import (
@@ -117,6 +120,16 @@ class Explanations(DecodeOptions, DeviceOptions):
     # model, or the name of a network that was trained beside it, e.g. agent; it has no EMA weights
     network: str = "model"
     batch: Count = 4  # images at once
+
+    def unused(self) -> dict[str, str]:
+        found = {}
+        if not any(path.is_dir() for path in self.images):
+            found["split"] = "a folder among --images"
+        if self.network != "model":
+            found["weights"] = Beside("--network")
+        elif not Path(self.source).exists() and is_registered(self.source):
+            found["weights"] = "a checkpoint"
+        return found
 
 
 class ImageFile(NamedTuple):
@@ -198,6 +211,7 @@ def find_images(options: Explanations) -> tuple[list[ImageFile], Images | None]:
             found += [ImageFile(file, "", 0, None) for file in loose]
         elif path.is_dir():
             images = Images(path, split=options.split)
+            images.warn_of_split("val")
             labels = images.labels.tolist()
             found += [
                 ImageFile(Path(images.where(row)), images.class_names[label], row, images)
@@ -233,8 +247,8 @@ class TokenLabels:
         store.check(images.fingerprint(), images.labels, images.paths, where, split)
         self.spec = map_spec(store)
 
-    def __call__(self, row: int, size: tuple[int, int], crop_pct: float, grid: tuple) -> list[dict]:
-        """Return how the tokens of an image of `size` (H, W) are drawn, row by row."""
+    def __call__(self, row: int, size: tuple[int, int], crop_pct: float, grid: tuple) -> dict:
+        """Return how the tokens of an image of `size` (H, W) are drawn, as `draw_labels` does."""
         rows = np.array([row])
         maps = self.store.rows(rows)
         for fault, bad in self.store.impossible(rows, maps).items():
@@ -246,7 +260,8 @@ class TokenLabels:
         fields = [torch.from_numpy(part) for part in maps]
         batch = crop_batch(torch.empty(1, 0), torch.zeros(1), crop, places, fields)
         class_NT, probability_NT = label_tokens(batch, self.spec, grid)
-        return make_cells(class_NT[0], probability_NT[0], self.store.header.class_names)
+        class_RC, probability_RC = class_NT[0].reshape(grid), probability_NT[0].reshape(grid)
+        return draw_labels(class_RC, probability_RC, self.store.header.class_names)
 
 
 class Input(NamedTuple):
@@ -270,13 +285,12 @@ def read_input(file: ImageFile, trained: Trained, crop_pct: float) -> Input:
 
 
 def describe(
-    shown: Input, number: int, found: Explanation, n: int, names: list[str], cells: list[dict]
+    shown: Input, number: int, found: Explanation, n: int, names: list[str], labels: dict
 ) -> dict:
     """Return what the page shows of one image: row `n` of `found`."""
     probability = found.probability[n]
     best = probability.topk(min(LISTED, len(names)))
     photo = shrink(Image.fromarray(shown.pixels), PHOTO_SIDE)
-    grid = label_grid(found)
     layers = [describe_layer(k, maps, n) for k, maps in found.layers.items()]
     return {
         "number": number,
@@ -295,9 +309,7 @@ def describe(
             for c, j in list_classes(found, n).items()
         ],
         "rollout": encode(found.rollout, n),
-        "cells": cells,
-        "key": list_inks(cells),
-        "grid": grid,
+        "labels": labels,
         "layers": layers,
         "head_count": max((len(layer["heads"]) for layer in layers), default=0),
         "matrices": [
@@ -310,11 +322,6 @@ def describe(
             for block, maps in found.features.items()
         ],
     }
-
-
-def list_inks(cells: list[dict]) -> list[tuple[str, str]]:
-    """Return name and color of each class that some token has with more than one half."""
-    return sorted({(cell["name"], cell["ink"]) for cell in cells if cell["sure"]})
 
 
 def describe_layer(number: int, maps: LayerMaps, n: int) -> dict:
@@ -389,8 +396,8 @@ def explain_images(
                 stem = f"{done:06d}"
                 save_files(outputs, stem, found, n, shown, options)
                 row, grid = shown.file.row, label_grid(found)
-                cells = labels(row, shown.size, crop_pct, grid) if labels else []
-                yield describe(shown, done, found, n, names, cells)
+                drawn = labels(row, shown.size, crop_pct, grid) if labels else {}
+                yield describe(shown, done, found, n, names, drawn)
                 done += 1
                 advance(1, "")
 

@@ -11,6 +11,9 @@ every stage its state, seconds and rows), results.csv (rows for benchmarks/resul
 Without a .git folder, the environment variable DENSEFEED_COMMIT names the commit.
 """
 
+if not __package__:
+    import script_start  # noqa: F401
+
 import csv
 import os
 import signal

@@ -20,6 +20,9 @@ Run the same command again to continue a killed import. Images without a usable 
 listed at the end.
 """
 
+if not __package__:
+    import script_start  # noqa: F401
+
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,7 +50,7 @@ from densefeed.storage.tensor_files import TensorFiles
 from densefeed.system.devices import ThreadOptions
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import check_absent, check_ending
-from densefeed.system.options import Location, NonNegativeInt, own_first
+from densefeed.system.options import Beside, Location, NonNegativeInt, own_first
 from densefeed.system.terminal import print
 
 
@@ -80,6 +83,15 @@ class Import(DecodeOptions, ThreadOptions):
     reference_size: int = 0  # side of the reference's input, pixels; 0: that of the teacher
     audit: bool = True  # audit the finished store
     audit_images: int = 300  # images that the reference sees
+
+    def unused(self) -> dict[str, str]:
+        names = "reference_model", "reference_size", "audit_images"
+        if not self.reference:
+            return dict.fromkeys(names, "--reference")
+        # The reference finds the layout, and is what the audit compares with.
+        if self.audit or "find" in (self.footprint, self.axes):
+            return {}
+        return dict.fromkeys(("reference", *names), Beside("--no-audit"))
 
 
 def main(options: Import) -> None:

@@ -29,6 +29,9 @@ run that was stopped or killed, or filled the disk, is continued in the same way
 OUT.part and OUT.part.rows. Remove both after images were added or removed.
 """
 
+if not __package__:
+    import script_start  # noqa: F401
+
 import io
 import sys
 from collections.abc import Callable

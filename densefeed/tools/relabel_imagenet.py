@@ -38,6 +38,9 @@ and class_names are used. --teacher a --teacher b averages several.
 --form compact takes 2.7 kB an image at 18 x 18 cells, raw 7.1 kB.
 """
 
+if not __package__:
+    import script_start  # noqa: F401
+
 import os
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal

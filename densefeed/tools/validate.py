@@ -27,6 +27,9 @@ afterwards. Accuracies of published models may therefore differ a little from th
 how much was not measured.
 """
 
+if not __package__:
+    import script_start  # noqa: F401
+
 import statistics
 import sys
 import time

@@ -148,7 +148,8 @@ class RunOptions(DeviceOptions):
     save_every: Count = 1000
     keep: Count = 2  # newest checkpoints to keep; the best one is always kept
     eval_every: Count = 10  # epochs between evaluations; the last epoch is always evaluated
-    log_every: Count = 50  # steps between log lines
+    # steps between log lines; at most an epoch, and the first and last step have one
+    log_every: Count = 50
     wandb: str = ""  # Weights & Biases project to log to; empty: none
     dry_run: bool = False  # only check data, labels, recipe and memory, in seconds
 

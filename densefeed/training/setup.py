@@ -74,6 +74,14 @@ class Run(NamedTuple):
         """Steps of the whole run."""
         return self.config.optim.total_epochs * len(self.loader)
 
+    def is_logged(self, step: int) -> bool:
+        """Return whether there is a log line after this number of steps.
+
+        There is one at least in each epoch, and after the first and the last step.
+        """
+        every = min(self.config.run.log_every, len(self.loader))
+        return step % every == 0 or step in (1, self.steps)
+
     def is_evaluated(self, epoch: int) -> bool:
         """Return whether there is an evaluation after this number of epochs."""
         return epoch % self.config.run.eval_every == 0 or epoch == self.config.optim.total_epochs

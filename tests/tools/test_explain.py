@@ -222,10 +222,12 @@ def test_token_labels_are_those_of_the_loader(options, folder, maps):
         (batch,) = loader.batches(0)
         class_NT, sure_NT = label_tokens(batch, loader.score_maps, 4)
     cells = re.findall(r'<rect .*? fill="(.*?)" fill-opacity="(.*?)"/>', given.out.read_text())
+    # Others would not be seen.
+    drawn = sure_NT.ravel() > 0.2
     assert [float(opacity) for _, opacity in cells] == pytest.approx(
-        (0.62 * sure_NT**2).ravel().round(3).tolist(), abs=2e-3
+        (0.62 * sure_NT.ravel()[drawn] ** 2).tolist(), abs=6e-3
     )
-    assert [ink for ink, _ in cells] == [INKS[c] for c in class_NT.ravel()]
+    assert [ink for ink, _ in cells] == [INKS[c] for c in class_NT.ravel()[drawn]]
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,10 @@ def test_outside_start_line_has_sizes_and_a_warm_up_that_does_not_end(micro, tmp
     printed = capsys.readouterr().out
     assert "trained at 16 and 32 px, evaluated at 48 px; 2 epochs of 3 steps" in printed
     assert ", not reached in 5 epochs of warm-up" in printed
+    training.train(micro(tmp_path / "one", epochs=1))
+    printed = capsys.readouterr().out
+    assert "; 1 epoch of 3 steps; " in printed
+    assert ", not reached in 1 epoch of warm-up" in printed
 
 
 def test_outside_resumed_run_says_that_init_is_not_read(micro, tmp_path, capsys):

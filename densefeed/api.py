@@ -36,7 +36,7 @@ class Loader:
 
     def __init__(self, data: DataOptions, mode: Mode, **how: int) -> None:
         self.data, self._loader = data, open_dataset(data, mode, **how)
-        self.path = data.train if mode == "train" else data.val
+        self.path = data.locate(mode)
         self.plan, self.score_maps = self._loader.plan, self._loader.score_maps
         self.num_classes, self.class_names = self._loader.num_classes, self._loader.class_names
         self.source, self.prepares = self._loader.source, self._loader.prepares
@@ -98,7 +98,8 @@ def open_loader(
 
     Args:
         path: a .beton file or a pattern of such files, on a disk or as `s3://BUCKET/train.beton`
-            in object storage, or a folder with `train/<class>/*.jpg` (or `val/...`).
+            in object storage, or a folder with `train/<class>/*.jpg` (or `val/...`). With the
+            option val_fraction, the folder that it divides, for both `train=True` and False.
         batch: images per batch, all ranks together.
         size: side of the crops, pixels.
         seed: key of every random draw.
@@ -121,7 +122,7 @@ def open_loader(
         raise TypeError("open_loader reads score_maps with train=True only")
     place, mode = as_location(path), "train" if train else "evaluate"
     data = DataOptions(
-        **{"train" if train else "val": place},
+        **{"train" if train or options.get("val_fraction") else "val": place},
         size=size,
         loader="folder" if isinstance(place, Path) and place.is_dir() else "ffcv",
         score_maps=as_location(score_maps) if score_maps else None,

@@ -37,6 +37,7 @@ class FfcvSource(StoreMaps):
         if maps is not None:
             self._store = ScoreMapStore(maps)
             self._check_store(path, maps)
+            self._rows = np.arange(len(self.labels))
             self.score_maps = score_map_spec(self._store, num_classes)
         elif self._beton.has_maps:
             self.score_maps = ScoreMapSpec(

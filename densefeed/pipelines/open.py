@@ -25,7 +25,7 @@ from densefeed.pipelines.shapes import (
 )
 from densefeed.storage.fetch import make_local
 from densefeed.storage.geometry import LEAST_CROP
-from densefeed.storage.images import DecodeOptions, limit_pixels
+from densefeed.storage.images import WHOLE, DecodeOptions, SplitOptions, limit_pixels
 from densefeed.system.devices import ThreadOptions, free_memory
 from densefeed.system.errors import UserError
 from densefeed.system.files import cache_folder
@@ -38,13 +38,14 @@ Filter = Literal["bilinear", "bicubic"]
 
 @own_first
 @dataclass(frozen=True, kw_only=True)
-class DataOptions(DecodeOptions, ThreadOptions):
+class DataOptions(SplitOptions, DecodeOptions, ThreadOptions):
     """The section `data` of a run's options."""
 
     # training set: a folder of class folders; with --loader ffcv or dali a .beton or 'a-*.beton',
     # also s3://BUCKET/train.beton
     train: Annotated[Location, arg(name="data")] = tyro.MISSING
-    val: Location = tyro.MISSING  # validation set, of the same kind
+    # validation set, of the same kind; or give --val-fraction
+    val: Location | None = None
     # folder of local copies of --data, --val and --score-maps in object storage; default:
     # ~/.cache/densefeed
     cache: Path | None = None
@@ -96,14 +97,30 @@ class DataOptions(DecodeOptions, ThreadOptions):
                 "bare --sizes to remove those of a recipe"
             )
         check_aspects(self.aspects)
+        if self.val_fraction and self.val is not None:
+            raise UserError(
+                f"--val {self.val} and --val-fraction both name validation images; give one of the "
+                "two"
+            )
 
     def unused(self) -> dict[str, str]:
-        found = {} if self.aspects else {"side_multiple": "--aspects"}
+        found = super().unused() | ({} if self.aspects else {"side_multiple": "--aspects"})
         if not any(isinstance(path, ObjectURL) for path in (self.train, self.val)):
             found["cache_bytes"] = "--data s3://..."
             if not isinstance(self.score_maps, ObjectURL):
                 found["cache"] = "--data s3://..."
         return found
+
+    def locate(self, mode: Mode) -> Location:
+        """Return where the training or validation set is. UserError for a missing --val."""
+        if mode == "train" or self.val_fraction:
+            return self.train
+        if self.val is None:
+            raise UserError(
+                "--val is missing; name the validation set, or give --val-fraction 0.15, which "
+                "holds out that fraction of --data"
+            )
+        return self.val
 
     @property
     def all_sizes(self) -> tuple[tuple[int, int], ...]:
@@ -152,28 +169,45 @@ class DataOptions(DecodeOptions, ThreadOptions):
         return list_shapes(self.sides, self.aspects, self.side_multiple)
 
 
-def open_folder(path: Path, mode: Mode, maps: Path | None, threads: int) -> FolderSource:
+def open_folder(
+    path: Path, mode: Mode, maps: Path | None, threads: int, division: SplitOptions = WHOLE
+) -> FolderSource:
     """Open a folder of images. UserError for a file."""
     check_local(path)
     if path.is_file():
         raise UserError(
             f"{path} is a file; --loader folder reads folders, --loader ffcv reads .beton files"
         )
-    return FolderSource(path, "train" if mode == "train" else "val", maps, threads)
+    split = "train" if mode == "train" else "val"
+    return FolderSource(path, split, maps, threads, division=division)
 
 
-def open_beton(path: Path, mode: Mode, maps: Path | None, threads: int) -> FfcvSource:
-    """Open .beton files. UserError for a folder."""
+def open_beton(
+    path: Path, mode: Mode, maps: Path | None, threads: int, division: SplitOptions = WHOLE
+) -> FfcvSource:
+    """Open .beton files. UserError for a folder, and for a division."""
     if path.is_dir():
         raise UserError(
             f"{path} is a folder; pack it with densefeed pack, or read it with --loader folder"
         )
+    check_undivided(path, division)
     return FfcvSource(path, maps)
 
 
-def open_either(path: Path, mode: Mode, maps: Path | None, threads: int) -> Source:
+def open_either(
+    path: Path, mode: Mode, maps: Path | None, threads: int, division: SplitOptions = WHOLE
+) -> Source:
     """Open a folder of images or .beton files."""
-    return (open_folder if path.is_dir() else open_beton)(path, mode, maps, threads)
+    return (open_folder if path.is_dir() else open_beton)(path, mode, maps, threads, division)
+
+
+def check_undivided(path: Path | ObjectURL, division: SplitOptions) -> None:
+    """Raise UserError if packed images are to be divided."""
+    if division.val_fraction:
+        raise UserError(
+            f"{path} is packed, and --val-fraction divides folders; pack the two parts by "
+            "densefeed pack --val-fraction with --split train and with --split val, and give both"
+        )
 
 
 def open_remote(url: ObjectURL, data: DataOptions, maps: Path | None) -> RemoteSource:
@@ -184,6 +218,7 @@ def open_remote(url: ObjectURL, data: DataOptions, maps: Path | None) -> RemoteS
             "ffcv and dali read .beton files; pack the data with densefeed pack, or copy it "
             "to a local disk"
         )
+    check_undivided(url, data)
     if data.maps_on_device and maps is None:
         raise UserError(
             "--maps-on-device would fetch all images with their score maps before the first step; "
@@ -200,6 +235,8 @@ LOADERS = {
     "ffcv": (open_beton, ThreadedLoader),
     "dali": (open_either, DaliLoader),
 }
+# Those of this package, whose sources take a division too.
+BUILTIN = tuple(LOADERS)
 
 
 def register_loader(
@@ -247,13 +284,19 @@ def open_dataset(
     """
     limit_pixels(data.max_pixels)
     (open_source, make), training = find_loader(data.loader), mode == "train"
-    path, score_maps = (data.train, data.score_maps) if training else (data.val, None)
+    path, score_maps = data.locate(mode), data.score_maps if training else None
     if score_maps is not None:
         score_maps = make_local(score_maps, data.cache)
     if isinstance(path, ObjectURL):
         source = open_remote(path, data, score_maps)
     else:
-        source = open_source(Path(path), mode, score_maps, data.threads)
+        division = {"division": data} if data.val_fraction else {}
+        if division and data.loader not in BUILTIN:
+            raise UserError(
+                "--val-fraction divides folders that --loader folder or dali reads; give --val "
+                f"with --loader {data.loader}"
+            )
+        source = open_source(Path(path), mode, score_maps, data.threads, **division)
     plan = EpochPlan(
         num_samples=len(source.labels),
         batch=batch,

@@ -194,6 +194,9 @@ def make_command(
         def call() -> None:
             with name_stream(STDOUT):
                 given = tyro.cli(options, description=description)
+            # Not every command's class of options derives from Options.
+            if hasattr(given, "check_words"):
+                given.check_words(sys.argv[1:])
             main(given)
 
         run(call)

@@ -39,7 +39,7 @@ from densefeed.step import Step
 from densefeed.system.devices import CORES, choose_device, synchronize
 from densefeed.system.errors import UserError, is_out_of_memory, run
 from densefeed.system.malloc import tune_malloc
-from densefeed.system.options import with_options
+from densefeed.system.options import named_options, with_options
 from densefeed.system.progress import steps_bar
 from densefeed.system.terminal import print, print_table
 from densefeed.training.build import autocast_dtype, build_model
@@ -138,8 +138,9 @@ def recommend(
     """
     loader, threads, speed = advice.choice
     words = ["densefeed", "train", *words, "--loader", loader, "--threads", threads]
-    for option, value in (("--val", "VAL"), ("--out", "RUN")):
-        words += [] if option in words else [option, value]
+    given = named_options(map(str, words))
+    words += [] if given & {"val", "val_fraction"} else ["--val", "VAL"]
+    words += [] if "out" in given else ["--out", "RUN"]
     trains = f"`{shlex.join(map(str, words))}` trains about {format_rate(advice.images_per_s)}"
     loader_rate, step_rate = format_rate(speed.images_per_s), format_rate(step.images_per_s)
     if advice.bottleneck == "step":
@@ -261,7 +262,7 @@ def build_step(config: Config, device: torch.device) -> Callable[[], int]:
         model, _ = build_model(options, config.data, objective, loader.num_classes)
         student = build_trainable(options, optim, run, objective, model, ranks)
         dtype, trainable = autocast_dtype(run.precision, device), student.trainable
-        compute = compile_step(run.compile, trainable, options.drop_path_form)
+        compute = compile_step(run.compile, trainable)
         step = Step(loader, trainable, objective, config.data, config.augment, dtype, compute)
     nothing_seen = torch.zeros(2, dtype=torch.float64)
     monitor = TrainMonitor(student, step, ranks, run.out, nothing_seen, 0)
@@ -331,7 +332,7 @@ def measure_step(config: Config) -> tuple[Throughput, dict]:
 
 def main() -> dict:
     """Measure, choose and print; return what was measured."""
-    config = read_config(__doc__, val=Path("VAL"), out=Path("RUN"))
+    config = read_config(__doc__, out=Path("RUN"))
     # The load is read before anything is measured, which would itself be load.
     warning, loaders = describe_load(CORES), open_loaders(config)
     with ExitStack() as stack:

@@ -211,7 +211,7 @@ def read_truths(path: Path, run: RunRecord, loader: ThreadedLoader) -> list[Trut
 
     Raises UserError if the file describes other images.
     """
-    images = Images(path.parent, split="train")
+    images = Images(path.parent, division=run.config.data)
     # Boxes are found by the number of the sample, so both must list the same images in one order.
     if loader.fingerprint != images.fingerprint():
         raise UserError(

@@ -32,6 +32,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
@@ -47,10 +48,10 @@ from densefeed.models.model_spec import imagenet_names
 from densefeed.pipelines.augment.augmentation import Normalize
 from densefeed.pipelines.batch import to_device
 from densefeed.pipelines.loader import Source, ThreadedLoader
-from densefeed.pipelines.open import Filter, find_loader
+from densefeed.pipelines.open import BUILTIN, Filter, find_loader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.storage.geometry import LEAST_CROP
-from densefeed.storage.images import DecodeOptions, limit_pixels
+from densefeed.storage.images import WHOLE, DecodeOptions, limit_pixels
 from densefeed.system.devices import DeviceOptions, ThreadOptions, choose_device, synchronize
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import check_ending
@@ -58,9 +59,9 @@ from densefeed.system.json_files import read_json
 from densefeed.system.options import Bounds, Count, own_first
 from densefeed.system.progress import bar
 from densefeed.system.provenance import check_replaceable, environment, write_json
-from densefeed.system.terminal import escape_controls, print_table
+from densefeed.system.terminal import escape_controls, print, print_table
 from densefeed.training.evaluation import Metrics, mean_metrics_sync, predict, sum_metrics
-from densefeed.training.load_model import Trained, Weights, open_trained
+from densefeed.training.load_model import Trained, Weights, find_division, open_trained
 
 PACKAGES = ("torch", "timm", "numpy")
 # Unknown classes that a message lists.
@@ -77,7 +78,8 @@ class Validation(DecodeOptions, ThreadOptions, DeviceOptions):
     """The model and the data to evaluate it on."""
 
     checkpoint: tyro.conf.Positional[Path]  # a checkpoint, or a run folder of densefeed train
-    # a .beton, a folder of class folders, or a folder of splits, of which `val` is read
+    # a .beton, a folder of class folders, or a folder of splits, of which `val` is read; of the
+    # folder that the model's run divided by --val-fraction, its validation images
     data: Path
     # ffcv reads .beton files, folder reads folders; dali reads both, decoded by NVIDIA DALI
     loader: str = "ffcv"
@@ -131,8 +133,11 @@ def match_classes(
     )
 
 
-def open_source(options: Validation) -> Source:
-    """Open the samples. Raises UserError if the loader cannot read such data."""
+def open_source(options: Validation, trained: Trained) -> Source:
+    """Open the samples: of what the model's run divided, those that it held out.
+
+    Raises UserError if the loader cannot read such data.
+    """
     path = options.data
     # Training sets are packed with another --split, so this remedy is not that of the loaders.
     if options.loader == "ffcv" and path.is_dir():
@@ -140,7 +145,16 @@ def open_source(options: Validation) -> Source:
             f"{path} is a folder; read it with --loader folder, "
             "or pack it with densefeed pack --split val"
         )
-    return find_loader(options.loader)[0](path, "evaluate", None, options.threads)
+    opened = partial(find_loader(options.loader)[0], path, "evaluate", None, options.threads)
+    division = find_division(trained, path) if options.loader in BUILTIN else WHOLE
+    if not division.val_fraction:
+        return opened()
+    source = opened(division=division)
+    print(
+        f"{path} is the data of the model's run; evaluating the {len(source.labels):,} images that "
+        f"its --val-fraction {division.val_fraction:g} held out"
+    )
+    return source
 
 
 # ------------------------------------------------------------------------- ReaL
@@ -308,7 +322,7 @@ def main(options: Validation) -> dict:
         Bounds(LEAST_CROP, 1).check("crop_pct", options.crop_pct)
     device = choose_device(options.device)
     trained = open_trained(options.checkpoint, options.weights, options.model, options.size)
-    source, model = open_source(options), trained.model
+    source, model = open_source(options, trained), trained.model
     count, crop_pct = len(source.labels), options.crop_pct or trained.crop_pct
     interpolation = choose_filter(options.eval_interpolation, trained)
     plan = EpochPlan(

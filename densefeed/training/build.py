@@ -36,8 +36,6 @@ def model_arguments(
         kwargs["drop_path_rate"] = options.drop_path
     if taken := {"num_classes", "token_head"} & options.arguments.keys():
         raise UserError(f"--model-kwargs {min(taken)}: data and objective set it; remove it")
-    if "fused_head" in options.arguments:
-        raise UserError("--model-kwargs fused_head: --fused-head sets it; give that option")
     # Later than --drop-path: the recipe's value, which --model-kwargs may replace.
     kwargs |= options.arguments
     # config.json too may come from anywhere, and a report builds its model.
@@ -45,9 +43,8 @@ def model_arguments(
         raise UserError(f"--model-kwargs {forbidden}; remove it")
     if has_tokens(options.name):
         kwargs["token_head"] = objective.needs_tokens
-        many = options.fused_head == "auto" and num_classes >= FUSED_FROM
-        if objective.needs_tokens and (many or options.fused_head == "always"):
-            kwargs["fused_head"] = True
+        if objective.needs_tokens and num_classes >= FUSED_FROM:
+            kwargs.setdefault("fused_head", True)
     elif objective.needs_tokens or objective.setting.mix.mixtoken:
         instead = "--objective relabel --no-mixtoken" if objective.needs_tokens else "--no-mixtoken"
         raise UserError(

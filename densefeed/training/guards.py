@@ -180,5 +180,5 @@ def explain_oom(images: int, where: str) -> Iterator[None]:
         raise UserError(
             f"{where}: out of memory with {images} images per forward pass; give --microbatch "
             f"{max(2, images // 4 * 2)} (same batch and learning rate, more passes), or try "
-            "--grad-checkpointing, --fused-head always, --no-maps-on-device, --ema 0"
+            "--grad-checkpointing, --no-maps-on-device, --ema 0"
         ) from error

@@ -1,6 +1,6 @@
 """Train a vision transformer from dense teacher score maps.
 
-    densefeed train RECIPE --loader ffcv --data train.beton --val val.beton --out runs/NAME
+    densefeed train RECIPE --data train.beton --val val.beton --out runs/NAME
     torchrun --nproc-per-node 8 -m densefeed train RECIPE ...
 
 `densefeed train RECIPE --help` shows every option (densefeed/training/config.py).

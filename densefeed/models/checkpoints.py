@@ -75,6 +75,17 @@ class Facts(NamedTuple):
     eval_interpolation: str | None  # filter that resizes that crop
 
 
+def find_file(path: Path) -> Path:
+    """Return a checkpoint, or the newest one of a run folder. CheckpointError if it has none."""
+    if not path.is_dir():
+        return path
+    if not (path / "last.pt").is_file():
+        raise CheckpointError(
+            f"{path} has no last.pt; give a run folder of densefeed train, or a checkpoint file"
+        )
+    return path / "last.pt"
+
+
 def load(path: Path) -> dict:
     """Load the dictionary of a checkpoint on the CPU, without running code from the file.
 
@@ -341,12 +352,14 @@ FACTS = {
 def initialize(model: nn.Module, path: Path) -> str:
     """Initialize a model from the weights in a file; return one line on what was used and is new.
 
-    The file may be ours, a published LV-ViT file, or one of timm's for the same model, safetensors
-    included; EMA weights are preferred. The model family's `checkpoint_filter_fn` (timm's
-    convention) adapts names and the position table. A head that the file does not have, or has with
-    other classes, keeps its initial weights. Raises CheckpointError, and changes nothing, where any
-    other tensor is missing, unexpected or of another shape.
+    The file may be ours, or a run folder, a published LV-ViT file, or one of timm's for the same
+    model, safetensors included; EMA weights are preferred. The model family's
+    `checkpoint_filter_fn` (timm's convention) adapts names and the position table. A head that the
+    file does not have, or has with other classes, keeps its initial weights. Raises
+    CheckpointError, and changes nothing, where any other tensor is missing, unexpected or of
+    another shape.
     """
+    path = find_file(path)
     checkpoint = load(path)
     weights = unwrap(select_weights(checkpoint, path), model)
     # timm applies this function to the weights that it downloads, and not to files.

@@ -29,7 +29,8 @@ from densefeed.relabel.audit import (
 )
 from densefeed.relabel.load_teacher import load_references
 from densefeed.relabel.reference_match import ORIENTATIONS, References
-from densefeed.storage.images import DecodeOptions, Images, SplitOptions, decode, limit_pixels
+from densefeed.storage.beton_images import open_images
+from densefeed.storage.images import DecodeOptions, SplitOptions, decode, limit_pixels
 from densefeed.storage.row_codecs import cell_targets
 from densefeed.storage.store_folder import open_rows, read_manifest
 from densefeed.system.devices import DeviceOptions, ThreadOptions
@@ -93,7 +94,7 @@ def main(options: AuditOptions) -> None:
     check_replaceable(numbers, "checks", "--json" if options.json else "--out")
     images = None
     if options.data:
-        images = Images(options.data, options.dataset, options.split, options)
+        images = open_images(options.data, options.dataset, options.split, options)
     references = open_references(options) if options.teacher else None
     result = audit(path, images, references, options.images, options.every_row, options.threads)
     text = render_page(result)

@@ -54,7 +54,6 @@ from densefeed.storage.dataset_names import ENDINGS, SPLITS, natural_key
 from densefeed.storage.geometry import LEAST_CROP, center_box
 from densefeed.storage.image_shards import list_names
 from densefeed.storage.images import (
-    WHOLE,
     DecodeOptions,
     Images,
     decode,
@@ -204,10 +203,12 @@ def find_images(options: Explanations, trained: Trained) -> tuple[list[ImageFile
             found += [ImageFile(file, "", 0, None) for file in loose]
         elif path.is_dir():
             is_part = options.split in (*SPLITS[0], *SPLITS[1])
-            division = find_division(trained, path) if is_part else WHOLE
-            images = Images(path, split=options.split, division=division)
-            if division.val_fraction:
+            divided = find_division(trained, path) if is_part else None
+            if divided:
+                images = Images(path, divided.dataset, options.split, divided.division)
                 images.describe_split()
+            else:
+                images = Images(path, split=options.split)
             labels = images.labels.tolist()
             found += [
                 ImageFile(Path(images.where(row)), images.class_names[label], row, images)

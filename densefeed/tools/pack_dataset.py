@@ -51,6 +51,7 @@ from densefeed import native
 from densefeed.pipelines.folder import score_map_spec
 from densefeed.storage import indexed_jpeg
 from densefeed.storage.beton import JPEG, PAGE, PLANES, RAW, map_arrays, map_fields
+from densefeed.storage.beton_images import open_images
 from densefeed.storage.beton_writer import FAILED, PACKED, BetonWriter, Sample
 from densefeed.storage.dataset_names import hash_images
 from densefeed.storage.fetch import make_local
@@ -80,7 +81,7 @@ class Packing(SplitOptions, DecodeOptions, ThreadOptions):
     """The images to pack, and how."""
 
     # folder that holds train/ and val/, folder of class folders, or of tar or Parquet files, all
-    # also as s3://BUCKET/FOLDER; the root of --dataset
+    # also as s3://BUCKET/FOLDER; a .beton; the root of --dataset
     data: Annotated[Location, tyro.conf.arg(aliases=["--root"])]
     out: Path  # the .beton to write
     # score maps of this data: HDF5 file, or folder of shards, also s3://BUCKET/FOLDER
@@ -119,7 +120,7 @@ def main(packing: Packing) -> None:
     if packing.form == "planes" and not packing.index:
         raise UserError("--form planes needs no index; leave out --no-index")
     limit_pixels(packing.max_pixels)
-    images = Images(packing.data, packing.dataset, packing.split, packing)
+    images = open_images(packing.data, packing.dataset, packing.split, packing)
     images.describe_split()
     # Not refused: a validation split may have images of one class.
     if len(images.class_names) == 1:

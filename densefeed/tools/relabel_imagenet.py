@@ -56,9 +56,10 @@ from densefeed.relabel.ray_workers import Engine, run_on_ray
 from densefeed.relabel.rendering import NativeRender
 from densefeed.relabel.scoring import Compile, Precision, choose_compile
 from densefeed.relabel.workers import ALL, Share, label
+from densefeed.storage.beton_images import open_images
 from densefeed.storage.dataset_names import check_two_classes
 from densefeed.storage.geometry import Geometry
-from densefeed.storage.images import DecodeOptions, Images, SplitOptions, limit_pixels
+from densefeed.storage.images import DecodeOptions, SplitOptions, limit_pixels
 from densefeed.storage.maintenance import summary
 from densefeed.storage.row_codecs import Absent, Form
 from densefeed.storage.score_maps import ScoreMapStore
@@ -76,7 +77,7 @@ class Labeling(SplitOptions, DecodeOptions, ThreadOptions, DeviceOptions):
     """Images to label, and the teacher."""
 
     # images: the folder that holds train/ and val/, a folder of class folders, or of tar or Parquet
-    # files, all also as s3://BUCKET/FOLDER; the root of --dataset
+    # files, all also as s3://BUCKET/FOLDER; a .beton; the root of --dataset
     data: Location
     # score maps to write: a file NAME.h5, or a folder or s3://BUCKET/FOLDER of shards
     out: Location
@@ -182,7 +183,7 @@ def begin(labeling: Labeling, shows: bool) -> Pass:
     """Open the images and load the teacher. `shows`: print what is to be known of its weights."""
     limit_pixels(labeling.max_pixels)
     device = choose_rank_device(labeling.device)
-    images = Images(labeling.data, labeling.dataset, labeling.split, labeling)
+    images = open_images(labeling.data, labeling.dataset, labeling.split, labeling)
     check_two_classes(images.root, images.class_names)
     if shows:
         images.describe_split()

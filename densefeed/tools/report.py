@@ -77,7 +77,7 @@ class Report:
 # Options that say where and how fast a run trains, not what it trains. The table of results leaves
 # them out.
 PLACES = {
-    *("data", "val", "out", "score_maps", "maps_on_device", "threads", "device"),
+    *("data", "val", "dataset", "out", "score_maps", "maps_on_device", "threads", "device"),
     *("resume", "loader"),
     *("microbatch", "log_every", "eval_every", "save_every", "wandb", "keep"),
 }

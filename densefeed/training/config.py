@@ -45,7 +45,8 @@ class ModelOptions(Options):
     name: Annotated[str, arg(name="model")] = "lvvit_s"
     # more arguments of the model, each NAME=VALUE with a Python value, e.g. depth=12
     kwargs: Annotated[tuple[str, ...], arg(name="model-kwargs")] = ()
-    # initial weights: a checkpoint of a run, of the published LV-ViT, or of timm for this model
+    # initial weights: a run folder, or a checkpoint of a run, of the published LV-ViT, or of timm
+    # for this model
     init: Path | None = None
     # stochastic depth of the last block, probability
     drop_path: Annotated[float, Bounds(0, 0.99)] = 0.1
@@ -198,8 +199,8 @@ class Config:
 # Options that a resumed run may change. Data and score maps are compared by their content instead,
 # and `init` is not read again.
 FREE = {
-    *("out", "loader", "data", "val", "val_fraction", "val_seed", "score_maps", "threads"),
-    *("device", "resume", "eval_every"),
+    *("out", "loader", "data", "val", "dataset", "val_fraction", "val_seed", "score_maps"),
+    *("threads", "device", "resume", "eval_every"),
     *("log_every", "on_bad_sample", "maps_on_device", "microbatch", "compile", "save_every"),
     *("grad_checkpointing", "keep", "wandb", "dry_run", "on_nonfinite", "init"),
 }

@@ -21,7 +21,7 @@ from densefeed.objectives.base import Setting
 from densefeed.pipelines.mixing import MixOptions
 from densefeed.pipelines.targets import TargetRules
 from densefeed.storage.geometry import center_box
-from densefeed.storage.images import WHOLE, Images, SplitOptions, crop_resize
+from densefeed.storage.images import Images, SplitOptions, crop_resize
 from densefeed.system.errors import UserError, first_line
 from densefeed.system.json_files import is_number
 from densefeed.system.options import from_dict
@@ -40,6 +40,7 @@ class Divided(NamedTuple):
     """A folder of images that a run divided into training and validation images."""
 
     root: str
+    dataset: str
     division: SplitOptions
     fingerprint: str  # of the training images
 
@@ -75,13 +76,7 @@ def open_trained(
 
     Raises UserError.
     """
-    if path.is_dir():
-        folder, path = path, path / "last.pt"
-        if not path.is_file():
-            raise UserError(
-                f"{folder} has no last.pt; give a run folder of densefeed train, or a checkpoint "
-                "file"
-            )
+    path = checkpoints.find_file(path)
     if size < 0:
         raise UserError(f"--size is {size}, and must be a number of pixels")
     model, checkpoint = checkpoints.build(path, model_name)
@@ -130,28 +125,32 @@ def read_divided(checkpoint: dict, path: Path) -> Divided | None:
     fraction, seed = data.get("val_fraction"), data.get("val_seed")
     if not is_number(fraction) or not fraction:
         return None
-    texts = data.get("train"), checkpoint.get("fingerprint")
+    texts = data.get("train"), data.get("dataset"), checkpoint.get("fingerprint")
     try:
         division = SplitOptions(val_fraction=fraction, val_seed=seed)
     except UserError as error:
         raise checkpoints.CheckpointError(f"{path}: {error}; train it again") from error
     if not all(isinstance(text, str) and "\0" not in text for text in texts):
         raise checkpoints.CheckpointError(f"{path}: its data is not a path; train it again")
-    return Divided(texts[0], division, texts[1])
+    root, dataset, fingerprint = texts
+    return Divided(root, dataset, division, fingerprint)
 
 
-def find_division(trained: Trained, path: Path) -> SplitOptions:
-    """Return how the model's run divided the folder `path`; WHOLE if that is not the run's data.
+def find_division(trained: Trained, path: Path) -> Divided | None:
+    """Return how the model's run divided the folder `path`; None if that is not the run's data.
 
-    The run's data may have been moved, and images may have been added to it.
+    The run's data may have been moved, or images may have been added to it.
     """
-    if trained.divided is None or not path.is_dir():
-        return WHOLE
-    root, division, fingerprint = trained.divided
-    same = os.path.realpath(root) == os.path.realpath(path)
+    divided = trained.divided
+    if divided is None or not path.is_dir():
+        return None
+    if os.path.realpath(divided.root) == os.path.realpath(path):
+        return divided
     with suppress(UserError):
-        same = same or Images(path, division=division).fingerprint() == fingerprint
-    return division if same else WHOLE
+        images = Images(path, divided.dataset, division=divided.division)
+        if images.fingerprint() == divided.fingerprint:
+            return divided
+    return None
 
 
 def open_beside(trained: Trained, name: str, device: torch.device) -> Trained:

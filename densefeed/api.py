@@ -36,7 +36,7 @@ class Loader:
 
     def __init__(self, data: DataOptions, mode: Mode, **how: int) -> None:
         self.data, self._loader = data, open_dataset(data, mode, **how)
-        self.path = data.train if mode == "train" else data.val
+        self.path, _ = data.locate(mode)
         self.plan, self.score_maps = self._loader.plan, self._loader.score_maps
         self.num_classes, self.class_names = self._loader.num_classes, self._loader.class_names
         self.source, self.prepares = self._loader.source, self._loader.prepares
@@ -98,7 +98,9 @@ def open_loader(
 
     Args:
         path: a .beton file or a pattern of such files, on a disk or as `s3://BUCKET/train.beton`
-            in object storage, or a folder with `train/<class>/*.jpg` (or `val/...`).
+            in object storage, or a folder with `train/<class>/*.jpg` (or `val/...`). With the
+            option val_fraction, the folder that it divides, for both `train=True` and False; with
+            dataset, its root, e.g. of the paths in `dataset="list/val.txt"`.
         batch: images per batch, all ranks together.
         size: side of the crops, pixels.
         seed: key of every random draw.
@@ -120,10 +122,14 @@ def open_loader(
     if score_maps and not train:
         raise TypeError("open_loader reads score_maps with train=True only")
     place, mode = as_location(path), "train" if train else "evaluate"
+    places = {"train" if train or options.get("val_fraction") else "val": place}
+    # A run reads the list of its validation set from --val.
+    kind, _, file = str(options.get("dataset")).partition("/")
+    if not train and kind == "list" and file:
+        places = {"train": place, "val": Path(file)}
     data = DataOptions(
-        **{"train" if train else "val": place},
+        **places,
         size=size,
-        loader="folder" if isinstance(place, Path) and place.is_dir() else "ffcv",
         score_maps=as_location(score_maps) if score_maps else None,
         cache=Path(cache) if cache else None,
     )

@@ -1,6 +1,6 @@
 """Train a vision transformer from dense teacher score maps.
 
-    densefeed train RECIPE --loader ffcv --data train.beton --val val.beton --out runs/NAME
+    densefeed train RECIPE --data train.beton --val val.beton --out runs/NAME
     torchrun --nproc-per-node 8 -m densefeed train RECIPE ...
 
 `densefeed train RECIPE --help` shows every option (densefeed/training/config.py).
@@ -68,7 +68,7 @@ def train_loop(run: Run, signal_name: Callable[[], str]) -> dict:
     """Do the remaining steps on this rank; `signal_name` names the signal that asks it to stop."""
     config, student, done, per_epoch = run.config, run.student, run.done, len(run.loader)
     options, optim, result = config.run, config.optim, {}
-    compute = compile_step(options.compile, student.trainable, config.model.drop_path_form)
+    compute = compile_step(options.compile, student.trainable)
     sections = config.data, config.augment
     step = Step(run.loader, student.trainable, run.objective, *sections, run.dtype, compute)
     monitor = TrainMonitor(student, step, run.ranks, options.out, run.seen, run.skips)

@@ -89,8 +89,7 @@ def config(packed, out, **fields):
         ),
         dict(
             model="dhvt_tiny_cifar_patch2",
-            model_kwargs=("depth=1", "embed_dim=32"),
-            fused_head="always",
+            model_kwargs=("depth=1", "embed_dim=32", "fused_head=True"),
         ),
         dict(
             model="dhvt_tiny_cifar_patch4",
@@ -163,7 +162,8 @@ def test_maps_on_the_device_and_a_fused_head_keep_the_loss(packed, tmp_path, fus
     """Exactly with resident maps; to 1e-4 with the fused head, which sums in another order."""
     common = AUGMENTED | dict(mixtoken=True)
     training.train(config(packed, tmp_path / "plain", **common))
-    other = dict(fused_head="always") if fused else dict(maps_on_device=True)
+    head = dict(model_kwargs=("fused_head=True",))
+    other = head if fused else dict(maps_on_device=True)
     training.train(config(packed, tmp_path / "other", **common, **other))
     for one, same in zip(records(tmp_path / "plain"), records(tmp_path / "other"), strict=True):
         assert same["loss"] == (pytest.approx(one["loss"], rel=1e-4) if fused else one["loss"])
@@ -555,6 +555,9 @@ def test_of_many_classes_the_token_heads_logits_are_left_to_the_loss(
     run = config(packed, tmp_path / "run", objective=objective)
     assert model_for(run, 5000).fused_head == fused
     assert not model_for(run, 4000).fused_head
+    if fused:
+        never = with_options(run, model_kwargs=("fused_head=False",))
+        assert not model_for(never, 5000).fused_head
 
 
 def test_timm_transformer_is_built_for_the_size(packed, tmp_path):

@@ -99,4 +99,6 @@ def check_unused(options: Any, defaults: Any, given: Collection[str] = ()) -> No
     changed = {name for name, value in leaves(options) if value != before[name]}
     # An unknown name is refused where the objective is built.
     objective = OBJECTIVES.get(options.objective.name, Objective)
-    refuse_unused(objective.unused | unused_leaves(options), changed | set(given))
+    unused = objective.unused | unused_leaves(options)
+    unused = {name: needed for name, needed in unused.items() if name in before}
+    refuse_unused(unused, changed | set(given))

@@ -118,8 +118,7 @@ def load_network(source: str, model_name: str, size: int) -> Loaded:
     `model_name` is timm's name for checkpoints that do not contain it.
     """
     if is_checkpoint(source):
-        path = Path(source)
-        path = path / "last.pt" if path.is_dir() else path
+        path = checkpoints.find_file(Path(source))
         model, checkpoint = checkpoints.build(path, model_name)
         # A run may have its own mean and deviation.
         facts = checkpoints.read_facts(checkpoint, path)

@@ -167,6 +167,16 @@ def arrays_crc(arrays: Iterable[bytes]) -> int:
 # ----------------------------------------------------------------------- reading
 
 
+def is_beton(path: Path) -> bool:
+    """Whether a path names .beton files: a file, or a pattern of files. One may be missing."""
+    named = path.suffix == ".beton" or is_pattern(path) or path.is_file()
+    return named and not path.is_dir()
+
+
+def is_pattern(path: Path) -> bool:
+    return any(sign in path.name for sign in "*?[")
+
+
 class Front(NamedTuple):
     """Header, field descriptors and notes of one file."""
 
@@ -178,6 +188,15 @@ class Front(NamedTuple):
     metadata: int  # offset
     notes: dict  # empty for a file that FFCV wrote
     modes: tuple[int, ...]  # that images may have
+
+
+def open_matching(path: Path) -> "Beton":
+    """Open a file, or all that match a pattern such as `train-*.beton`, in their names' order."""
+    check_local(path)
+    paths = sorted(path.parent.glob(path.name)) if is_pattern(path) else [path]
+    if not paths:
+        raise UserError(f"{path} matches no file; check it, or pack files with densefeed pack")
+    return Beton(paths)
 
 
 class Beton:
@@ -439,6 +458,14 @@ class Beton:
                 f"{self.where(index)} is damaged: {reason}; pack or copy the file again"
             )
         return bytes(stored), mode
+
+    def pixels(self, index: int, stored: bytes) -> np.ndarray:
+        """Decode image `index`, which is not a JPEG, from its bytes: uint8 `[H, W, 3]`.
+
+        Raises native.JpegError if they are damaged.
+        """
+        extent = int(self.heights[index]), int(self.widths[index])
+        return native.decode(stored, *extent, int(self.modes[index]))
 
     def extents(self, rows: slice = slice(None)) -> Extents:
         """Return the bytes from each sample's first array, or its image, to the end of the last.
@@ -875,7 +902,7 @@ def verify_files(
     # All at once: the first may take minutes, and the name of the second may be wrong.
     folders = {path: Images(path, dataset, split) for path in files if path.is_dir()}
     for images in folders.values():
-        images.warn_of_split()
+        images.describe_split()
     if (dataset or split != "train") and not folders:
         raise UserError("--dataset and --split are of folders of images; remove them")
     for path in files:

@@ -1,4 +1,7 @@
-"""Names and numbers that datasets have in common: splits, classes, labels, image files."""
+"""Names and numbers that datasets have in common: splits, classes, labels, image files.
+
+Without splits of its own, a dataset is divided by `hold_out`.
+"""
 
 import hashlib
 import os
@@ -59,9 +62,10 @@ def choose_home(root: Path | ObjectURL, there: set[str], split: str) -> Path | O
     there = {name for name in there if not find_system_entry(name)}
     name = next(filter(is_there, find_synonyms(split)), None)
     if name is None and ("/" in split or there & set().union(*SPLITS)):
+        held_out = ", or hold out images by --val-fraction 0.15" if split in SPLITS[1] else ""
         raise UserError(
             f"{root} holds {', '.join(sorted(there))} but no folder {split!r}; name one of them, "
-            "or the folder of classes"
+            f"or the folder of classes{held_out}"
         )
     return root / name if name else root
 
@@ -105,6 +109,32 @@ def sort_images(home: Path | ObjectURL, files: Iterable[str]) -> list[str]:
     # Names that are equal to `natural_key`, as 1.jpg and 01.jpg, stay in the order of the disk, as
     # in timm: another one would change the fingerprint of the stores that exist.
     return sorted(paths, key=natural_key)
+
+
+def hold_out(paths: Sequence[str], labels: np.ndarray, fraction: float, seed: int) -> np.ndarray:
+    """Choose the validation images of N images, a fraction of each class; bool `[N]`.
+
+    The images of a class are ranked by a hash of their paths whose key is `seed`. The first
+    round(fraction * n) of n are chosen: at least one of two or more, and never all. So neither the
+    order of the images nor the platform matters, and adding m images to a class moves at most m of
+    the others. Images of one path count as one, and stay together.
+    """
+    key = seed.to_bytes(8, "little")
+    digests = (
+        hashlib.blake2b(path.encode(errors="surrogateescape"), key=key, digest_size=8).digest()
+        for path in paths
+    )
+    ranks = np.frombuffer(b"".join(digests), ">u8")
+    _, first, image_N = np.unique(ranks, return_index=True, return_inverse=True)
+    label_U = labels[first]
+    # By class, and within a class by rank.
+    order = np.argsort(label_U, kind="stable")
+    counts = np.bincount(label_U)
+    chosen = np.minimum(np.maximum(np.rint(fraction * counts), 1), counts - 1)
+    place = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
+    held_U = np.empty(len(order), bool)
+    held_U[order] = place < np.repeat(chosen, counts)
+    return held_U[image_N]
 
 
 # ------------------------------------------------------------------------- classes

@@ -171,6 +171,16 @@ def find(root: Path | ObjectURL, dataset: str, split: str) -> Found:
     return found
 
 
+def choose_validation_split(dataset: str) -> str:
+    """Return the split of a dataset that training is evaluated on."""
+    kind = dataset.partition("/")[0]
+    if kind == "hfds":
+        return "validation"
+    # Published without a split for validation.
+    has_none = kind == "domainnet" or (kind in TORCHVISION and "val" not in TORCHVISION[kind][0])
+    return "test" if has_none else "val"
+
+
 def check_labels(root: Path | ObjectURL, found: Found) -> None:
     """Raise UserError for too many classes, or a label that is none of them."""
     classes, labels = len(found.class_names), found.labels

@@ -19,6 +19,7 @@ from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.storage.shard_plan import PLAN, read_plan
 from densefeed.system.errors import UserError
 from densefeed.system.object_folder import ObjectFolder
+from densefeed.system.object_url import ObjectURL
 from densefeed.system.options import Location
 from densefeed.system.terminal import print
 
@@ -53,6 +54,23 @@ def match_names(stored: list[str], wanted: list[str]) -> np.ndarray:
             raise LookupError(f"several images are called {doubled[0]}")
         return np.array([rows[name] for name in keys], np.int64)
     raise LookupError(f"{len(missing):,} have none, the first {missing[0]}")
+
+
+def find_rows(
+    store: ScoreMapStore, images: Images, where: Path | ObjectURL, split: str = ""
+) -> np.ndarray:
+    """Return the row of each image's map, int64.
+
+    The images may be a part of those that were labeled, if they were divided by SplitOptions.
+
+    Raises UserError, which calls the images `where` and `split`, if the store is of others.
+    """
+    whole = images.whole
+    if whole is not None and store.describes(whole.fingerprint()):
+        store.check_rows(whole.labels, whole.paths, where)
+        return images.rows
+    store.check(images.fingerprint(), images.labels, images.paths, where, split)
+    return np.arange(len(images))
 
 
 def select(store: ScoreMapStore, images: Images, out: Path) -> ScoreMapStore:

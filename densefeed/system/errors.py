@@ -198,7 +198,9 @@ def make_command(
         def call() -> None:
             with name_stream(STDOUT):
                 given = tyro.cli(options, description=description)
-            given.check_named(sys.argv[1:])
+            # Not every command's class of options derives from Options.
+            if hasattr(given, "check_named"):
+                given.check_named(sys.argv[1:])
             main(given)
 
         run(call)

@@ -141,9 +141,11 @@ def recommend(
     the size of the images as planes, bytes; 0 if they are not JPEGs of a .beton.
     """
     loader, threads, speed = advice.choice
-    named, words = named_options(words), ["densefeed", "train", *words]
+    given, words = named_options(words), ["densefeed", "train", *words]
+    if "val_fraction" in given:
+        given.add("val")
     for name, value in (("loader", loader), ("threads", threads), ("val", "VAL"), ("out", "RUN")):
-        words += [] if name in named else [flag(name), value]
+        words += [] if name in given else [flag(name), value]
     trains = f"`{shlex.join(map(str, words))}` trains about {format_rate(advice.images_per_s)}"
     loader_rate, step_rate = format_rate(speed.images_per_s), format_rate(step.images_per_s)
     if advice.bottleneck == "step":
@@ -270,7 +272,7 @@ def build_step(config: Config, device: torch.device) -> Callable[[], int]:
         model, _ = build_model(options, config.data, objective, loader.num_classes)
         student = build_trainable(options, optim, run, objective, model, ranks)
         dtype, trainable = autocast_dtype(run.precision, device), student.trainable
-        compute = compile_step(run.compile, trainable, options.drop_path_form)
+        compute = compile_step(run.compile, trainable)
         step = Step(loader, trainable, objective, config.data, config.augment, dtype, compute)
     nothing_seen = torch.zeros(2, dtype=torch.float64)
     monitor = TrainMonitor(student, step, ranks, run.out, nothing_seen, 0)
@@ -340,7 +342,7 @@ def measure_step(config: Config) -> tuple[Throughput, dict]:
 
 def main() -> dict:
     """Measure, choose and print; return what was measured."""
-    config = read_config(__doc__, val=Path("VAL"), out=Path("RUN"))
+    config = read_config(__doc__, out=Path("RUN"))
     # The load is read before anything is measured, which would itself be load.
     warning, given = describe_load(CORES), named_options(sys.argv[2:])
     loaders = open_loaders(config, given)

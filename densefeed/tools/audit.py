@@ -33,7 +33,8 @@ from densefeed.relabel.audit import (
 )
 from densefeed.relabel.load_teacher import load_references
 from densefeed.relabel.reference_match import ORIENTATIONS, References
-from densefeed.storage.images import DecodeOptions, Images, decode, limit_pixels
+from densefeed.storage.beton_images import open_images
+from densefeed.storage.images import DecodeOptions, SplitOptions, decode, limit_pixels
 from densefeed.storage.row_codecs import cell_targets
 from densefeed.storage.store_folder import open_rows, read_manifest
 from densefeed.system.devices import DeviceOptions, ThreadOptions
@@ -55,7 +56,7 @@ BEFORE_ACCURACY = ("logits", "images", "class names", "class list", "labels", "r
 
 @own_first
 @dataclass(frozen=True, kw_only=True)
-class AuditOptions(DecodeOptions, ThreadOptions, DeviceOptions):
+class AuditOptions(SplitOptions, DecodeOptions, ThreadOptions, DeviceOptions):
     """Score maps to audit, and what to compare them with."""
 
     maps: tyro.conf.Positional[Path]  # score maps: an HDF5 file, or a folder of shards
@@ -65,7 +66,8 @@ class AuditOptions(DecodeOptions, ThreadOptions, DeviceOptions):
     # name of the dataset, from the list in the --help of packing, if the data is not a folder of
     # class folders
     dataset: str = ""
-    split: str = "train"  # split of the images
+    # split of the images; with --val-fraction, as in labeling, train or val
+    split: str = "train"
     # reference to compare the maps with: a timm model, a checkpoint, or a run folder of densefeed
     # train
     teacher: str = ""
@@ -103,9 +105,10 @@ def main(options: AuditOptions) -> None:
     numbers = options.json or out.with_suffix(".json")
     check_ending(numbers, ".json", "--json")
     check_replaceable(numbers, "checks", "--json" if options.json else "--out")
-    images = Images(options.data, options.dataset, options.split) if options.data else None
-    if images:
-        images.warn_of_split()
+    images = None
+    if options.data:
+        images = open_images(options.data, options.dataset, options.split, options)
+        images.describe_split()
     references = open_references(options) if options.teacher else None
     result = audit(path, images, references, options.images, options.every_row, options.threads)
     text = render_page(result)

@@ -53,7 +53,7 @@ from densefeed.pipelines.batch import crop_batch
 from densefeed.pipelines.folder import map_spec
 from densefeed.pipelines.plan import RankRows
 from densefeed.relabel.load_teacher import download
-from densefeed.storage.dataset_names import ENDINGS, natural_key
+from densefeed.storage.dataset_names import ENDINGS, SPLITS, natural_key
 from densefeed.storage.geometry import LEAST_CROP, center_box
 from densefeed.storage.image_shards import list_names
 from densefeed.storage.images import (
@@ -65,6 +65,7 @@ from densefeed.storage.images import (
     sample_evenly,
 )
 from densefeed.storage.score_maps import ScoreMapStore
+from densefeed.storage.selection import find_rows
 from densefeed.system.devices import DeviceOptions, choose_device
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import (
@@ -82,6 +83,7 @@ from densefeed.training.load_model import (
     Weights,
     at_size,
     crop_input,
+    find_division,
     open_beside,
     open_trained,
 )
@@ -202,16 +204,24 @@ def choose_classes(asked: Sequence[str], trained: Trained) -> list[int]:
     return found
 
 
-def find_images(options: Explanations) -> tuple[list[ImageFile], Images | None]:
-    """Return the images to explain, and the last folder among --images. Raises UserError."""
+def find_images(options: Explanations, trained: Trained) -> tuple[list[ImageFile], Images | None]:
+    """Return the images to explain, and the last folder among --images. Raises UserError.
+
+    A folder that the model's run divided is divided alike.
+    """
     found, images = [], None
     for path in options.images:
         # A data set must have classes, and these pictures need none.
         if loose := list_loose(path):
             found += [ImageFile(file, "", 0, None) for file in loose]
         elif path.is_dir():
-            images = Images(path, split=options.split)
-            images.warn_of_split("val")
+            is_part = options.split in (*SPLITS[0], *SPLITS[1])
+            divided = find_division(trained, path) if is_part else None
+            if divided:
+                images = Images(path, divided.dataset, options.split, divided.division)
+            else:
+                images = Images(path, split=options.split)
+            images.describe_split("val")
             labels = images.labels.tolist()
             found += [
                 ImageFile(Path(images.where(row)), images.class_names[label], row, images)
@@ -243,8 +253,7 @@ class TokenLabels:
             raise UserError("--maps needs --images to be one folder, that of the score maps")
         self.store = store = ScoreMapStore(options.maps)
         # A row belongs to an image by its place in the folder.
-        where, split = options.images[0], options.split
-        store.check(images.fingerprint(), images.labels, images.paths, where, split)
+        self.rows = find_rows(store, images, options.images[0], options.split)
         self.spec = map_spec(store)
 
     def __call__(self, row: int, size: tuple[int, int], crop_pct: float, grid: tuple) -> dict:
@@ -253,7 +262,7 @@ class TokenLabels:
         maps = self.store.rows(rows)
         for fault, bad in self.store.impossible(rows, maps).items():
             if bad.any():
-                raise self.store.invalid_map(row, fault)
+                raise self.store.invalid_map(rows[0], fault)
         height_1, width_1 = np.array(size)[:, None]
         crop = center_box(height_1, width_1, crop_pct), np.array([False]), height_1, width_1
         places = RankRows(rows, np.zeros(1, np.int64), np.ones(1, np.float32))
@@ -426,9 +435,9 @@ def main(options: Explanations) -> None:
     if options.crop_pct:
         Bounds(LEAST_CROP, 1).check("crop_pct", options.crop_pct)
     device = choose_device(options.device)
-    files, folder = find_images(options)
-    labels = TokenLabels(options, folder) if options.maps else None
     trained = open_model(options, device)
+    files, folder = find_images(options, trained)
+    labels = TokenLabels(options, folder) if options.maps else None
     classes = choose_classes(options.classes, trained)
     explainer = Explainer(trained.model, options.layers, classes)
     with ExitStack() as stack:

@@ -102,7 +102,7 @@ def main(options: Import) -> None:
     if options.problems:
         check_ending(options.problems, ".txt", "--problems")
     images = Images(options.data, options.dataset, options.split)
-    images.warn_of_split()
+    images.describe_split()
     matching = match(images, options.labels)
     if matching.folders:
         print(f"images of {options.data} and maps are matched by their names without folders")

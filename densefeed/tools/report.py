@@ -92,7 +92,7 @@ class Report(Options):
 # Options that say where and how fast a run trains, not what it trains. The table of results leaves
 # them out.
 PLACES = {
-    *("data", "val", "out", "score_maps", "maps_on_device", "threads", "device"),
+    *("data", "val", "dataset", "out", "score_maps", "maps_on_device", "threads", "device"),
     *("resume", "loader"),
     *("microbatch", "log_every", "eval_every", "save_every", "wandb", "keep"),
 }
@@ -226,7 +226,7 @@ def read_truths(path: Path, run: RunRecord, loader: ThreadedLoader) -> list[Trut
 
     Raises UserError if the file describes other images.
     """
-    images = Images(path.parent, split="train")
+    images = Images(path.parent, division=run.config.data)
     # Boxes are found by the number of the sample, so both must list the same images in one order.
     if loader.fingerprint != images.fingerprint():
         raise UserError(

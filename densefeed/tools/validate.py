@@ -1,9 +1,9 @@
 """Evaluate a trained model: top-1, top-5, ReaL accuracy, loss and speed, at any size.
 
     densefeed validate runs/student --data val.beton --json row.json
-    densefeed validate runs/student --loader folder --data imagenet --real real.json
+    densefeed validate runs/student --data imagenet --real real.json
     densefeed validate runs/student --data val.beton --size 384 --crop-pct 1.0
-    densefeed validate weights.safetensors --model resnet50 --loader folder --data imagenet-r
+    densefeed validate weights.safetensors --model resnet50 --data imagenet-r
 
 CLASSES. The classes of the data are matched to those of the model. Logits of classes that are not
 in the data are removed, for the loss too, so ImageNet-A and ImageNet-R (200 classes in folders
@@ -36,6 +36,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
@@ -51,7 +52,7 @@ from densefeed.models.model_spec import imagenet_names
 from densefeed.pipelines.augment.augmentation import Normalize
 from densefeed.pipelines.batch import to_device
 from densefeed.pipelines.loader import Source, ThreadedLoader
-from densefeed.pipelines.open import Filter, find_loader
+from densefeed.pipelines.open import BUILTIN, LOADERS, Filter, choose_loader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.storage.dataset_names import list_some
 from densefeed.storage.geometry import LEAST_CROP
@@ -65,7 +66,7 @@ from densefeed.system.progress import bar
 from densefeed.system.provenance import check_replaceable, environment, write_json
 from densefeed.system.terminal import escape_controls, print, print_table
 from densefeed.training.evaluation import Metrics, mean_metrics_sync, predict, sum_metrics
-from densefeed.training.load_model import Trained, Weights, open_trained
+from densefeed.training.load_model import Divided, Trained, Weights, find_division, open_trained
 
 PACKAGES = ("torch", "timm", "numpy")
 # Images per call of timm's ReaL accuracy, which takes a dense row of all classes for each.
@@ -80,10 +81,12 @@ class Validation(DecodeOptions, ThreadOptions, DeviceOptions):
     """The model and the data to evaluate it on."""
 
     checkpoint: tyro.conf.Positional[Path]  # a checkpoint, or a run folder of densefeed train
-    # a .beton, a folder of class folders, or a folder of splits, of which `val` is read
+    # a .beton, a folder of class folders, or a folder of splits, of which `val` is read; of the
+    # folder that the model's run divided by --val-fraction, its validation images
     data: Path
-    # ffcv reads .beton files, folder reads folders; dali reads both, decoded by NVIDIA DALI
-    loader: str = "ffcv"
+    # ffcv reads .beton files, folder reads folders; auto: the one that reads the data; dali reads
+    # both, decoded by NVIDIA DALI
+    loader: str = "auto"
     size: int = 0  # side of the input, pixels; 0: the size the model was trained at
     # side of the crop, share of the shorter side; 0: the checkpoint's value
     crop_pct: float = 0.0
@@ -152,16 +155,27 @@ def warn_of_numbers(match: Match, data: list[str], trained: Trained, path: Path)
         )
 
 
-def open_source(options: Validation) -> Source:
-    """Open the samples. Raises UserError if the loader cannot read such data."""
+def open_source(options: Validation, loader: str, divided: Divided | None = None) -> Source:
+    """Open the samples: of what the model's run `divided`, those that it held out.
+
+    Raises UserError if the loader cannot read such data.
+    """
     path = options.data
     # Training sets are packed with another --split, so this remedy is not that of the loaders.
-    if options.loader == "ffcv" and path.is_dir():
+    if loader == "ffcv" and path.is_dir():
         raise UserError(
             f"{path} is a folder; read it with --loader folder, "
             "or pack it with densefeed pack --split val"
         )
-    return find_loader(options.loader)[0](path, "evaluate", None, options.threads)
+    opened = partial(LOADERS[loader][0], path, "evaluate", None, options.threads)
+    if divided is None or loader not in BUILTIN:
+        return opened()
+    source = opened(dataset=divided.dataset, division=divided.division)
+    print(
+        f"{path} is the data of the model's run; evaluating the {len(source.labels):,} images that "
+        f"its --val-fraction {divided.division.val_fraction:g} held out"
+    )
+    return source
 
 
 # ------------------------------------------------------------------------- ReaL
@@ -329,7 +343,9 @@ def main(options: Validation) -> dict:
         Bounds(LEAST_CROP, 1).check("crop_pct", options.crop_pct)
     device = choose_device(options.device)
     trained = open_trained(options.checkpoint, options.weights, options.model, options.size)
-    source, model = open_source(options), trained.model
+    chosen = choose_loader(options.loader, options.data)
+    source = open_source(options, chosen, find_division(trained, options.data))
+    model = trained.model
     count, crop_pct = len(source.labels), options.crop_pct or trained.crop_pct
     interpolation = choose_filter(options.eval_interpolation, trained)
     plan = EpochPlan(
@@ -344,7 +360,7 @@ def main(options: Validation) -> dict:
     dtype = None
     if options.precision == "bf16" or (options.precision == "auto" and device.type == "cuda"):
         dtype = torch.bfloat16
-    _, make_loader = find_loader(options.loader)
+    _, make_loader = LOADERS[chosen]
     with closing(make_loader(source, plan, options.threads, "raise", False, device)) as loader:
         stand_in = imagenet_names(model)
         match = match_classes(source.class_names, trained.class_names, model.num_classes, stand_in)
@@ -358,7 +374,7 @@ def main(options: Validation) -> dict:
         "model": trained.name,
         "weights": trained.weights,
         "data": str(options.data),
-        "loader": options.loader,
+        "loader": chosen,
         "classes": len(match.columns),
         "model_classes": model.num_classes,
         "classes_by": match.by,

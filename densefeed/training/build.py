@@ -39,17 +39,13 @@ def model_arguments(
         kwargs["drop_path_rate"] = options.drop_path
     if taken := {"num_classes", "token_head"} & options.arguments.keys():
         raise UserError(f"--model-kwargs {min(taken)}: data and objective set it; remove it")
-    if "fused_head" in options.arguments:
-        raise UserError("--model-kwargs fused_head: --fused-head sets it; give that option")
     # Later than --drop-path: the recipe's value, which --model-kwargs may replace.
     kwargs |= options.arguments
     # config.json too may come from anywhere, and a report builds its model.
     if forbidden := find_forbidden(kwargs):
         raise UserError(f"--model-kwargs {forbidden}; remove it")
-    many = options.fused_head == "auto" and num_classes >= FUSED_FROM
-    fused = many or options.fused_head == "always"
-    if fused and objective.needs_tokens and has_tokens(options.name):
-        kwargs["fused_head"] = True
+    if objective.needs_tokens and has_tokens(options.name) and num_classes >= FUSED_FROM:
+        kwargs.setdefault("fused_head", True)
     return kwargs
 
 

@@ -50,11 +50,6 @@ class ModelOptions(Options):
     init: Path | None = None
     # stochastic depth of the last block, probability
     drop_path: Annotated[float, Bounds(0, 0.99)] = 0.1
-    # auto: on a CPU without --compile, do not compute what stochastic depth drops, where a branch
-    # has no BatchNorm; mask: compute it and multiply it by 0
-    drop_path_form: Literal["auto", "mask"] = "auto"
-    # compute the tokens' loss without storing all logits; auto: from 4,096 classes on
-    fused_head: Literal["auto", "always", "never"] = "auto"
     # BatchNorm over the images of all ranks; else per rank, averaged when statistics are saved
     sync_batchnorm: bool = False
     # train in evaluation mode: BatchNorm keeps its statistics, no drop-path (DHVT's fine-tuning)
@@ -68,11 +63,11 @@ class ModelOptions(Options):
     def unused(self) -> dict[str, str]:
         # The mode of evaluation has neither stochastic depth nor statistics of a batch.
         if self.frozen_statistics:
-            names = "drop_path", "drop_path_form", "sync_batchnorm"
+            names = "drop_path", "sync_batchnorm"
             return dict.fromkeys(names, Beside("--frozen-statistics"))
         if "drop_path_rate" in self.arguments:
             return {"drop_path": Beside("--model-kwargs drop_path_rate")}
-        return {} if self.drop_path else {"drop_path_form": "--drop-path"}
+        return {}
 
     @property
     def arguments(self) -> dict[str, object]:
@@ -205,10 +200,10 @@ class Config:
 # Options that a resumed run may change. Data and score maps are compared by their content instead,
 # and `init` is not read again.
 FREE = {
-    *("out", "loader", "data", "val", "score_maps", "threads", "device", "resume", "eval_every"),
+    *("out", "loader", "data", "val", "dataset", "val_fraction", "val_seed", "score_maps"),
+    *("threads", "device", "resume", "eval_every"),
     *("log_every", "on_bad_sample", "maps_on_device", "microbatch", "compile", "save_every"),
     *("grad_checkpointing", "keep", "wandb", "dry_run", "on_nonfinite", "init"),
-    "drop_path_form",
 }
 
 

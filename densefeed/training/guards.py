@@ -183,5 +183,5 @@ def explain_oom(images: int, where: str) -> Iterator[None]:
             fewer = f"--microbatch {parts[-1]} (same batch and learning rate, more passes)"
         raise UserError(
             f"{where}: out of memory with {images} images per forward pass; give {fewer}, or try "
-            "--grad-checkpointing, --fused-head always, --no-maps-on-device, --ema 0"
+            "--grad-checkpointing, --no-maps-on-device, --ema 0"
         ) from error

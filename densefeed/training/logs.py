@@ -239,7 +239,7 @@ def describe_run(run: Run) -> str:
     resumed = f"; continuing at step {run.done}" if run.done else ""
     return (
         f"{run.spec.name}: {count:,} parameters{beside} on {ranks.device}{others}; objective "
-        f"{config.objective.name}; {run.loader.plan.num_samples:,} images, "
+        f"{config.objective.name}; {run.described_images}, "
         f"{config.data.described_sizes}; {epochs} epoch{'s' * (epochs > 1)} of {steps} "
         f"step{'s' * (steps > 1)}; "
         f"peak lr {optim.peak_lr:.2g} = {optim.lr:.2g} x {optim.batch} / {optim.lr_batch}"

@@ -25,6 +25,7 @@ from densefeed.storage.dataset_names import check_two_classes, list_some
 from densefeed.storage.geometry import teacher_window
 from densefeed.storage.packs import lacks_reference
 from densefeed.system.errors import UserError
+from densefeed.system.object_url import ObjectURL
 from densefeed.system.terminal import print
 from densefeed.training.build import autocast_dtype, build_model
 from densefeed.training.compile import can_capture
@@ -82,6 +83,12 @@ class Run(NamedTuple):
         every = min(self.config.run.log_every, len(self.loader))
         return step % every == 0 or step in (1, self.steps)
 
+    @property
+    def described_images(self) -> str:
+        """The numbers of images, for messages."""
+        train, val = self.loader.plan.num_samples, self.val.plan.num_samples
+        return f"{train:,} training and {val:,} validation images"
+
     def is_evaluated(self, epoch: int) -> bool:
         """Return whether there is an evaluation after this number of epochs."""
         return epoch % self.config.run.eval_every == 0 or epoch == self.config.optim.total_epochs
@@ -95,6 +102,8 @@ def setup_run(config: Config, ranks: Ranks) -> Run:
     out, data = config.run.out, config.data
     if config.run.wandb and ranks.is_first:
         import_wandb()
+    # A missing --val is found before the training set is opened, which may take minutes.
+    data.locate("evaluate")
     kept = Checkpoints(out, config.run.keep)
     checkpoint = find_checkpoint(config.run, kept, ranks)
     if checkpoint:
@@ -340,9 +349,12 @@ def warn_shared_images(data: DataOptions, train: Source, val: Source) -> None:
         count = len(sampled) if len(sampled) < COMPARED_FILES else len(train.labels)
         share = min(1.0, hits / len(sampled) * count / len(own))
     about = "" if share == 1 else f"about {100 * share:.0f} % of "
+    is_folder = not isinstance(data.train, ObjectURL) and data.train.is_dir()
+    instead = ", or give --val-fraction 0.15 in its place" if is_folder else ""
     print(
         f"warning: {about}the images of --val {data.val} are training images of --data "
-        f"{data.train} too, so its accuracy is not that of new images; give --val other images",
+        f"{data.train} too, so its accuracy is not that of new images; give --val other images"
+        f"{instead}",
         file=sys.stderr,
         flush=True,
     )

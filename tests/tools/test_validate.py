@@ -480,7 +480,7 @@ def test_defaults_are_those_of_the_run(images, student):
     ("fields", "message"),
     [
         (dict(loader="ffcv"), "is a folder; read it with --loader folder"),
-        (dict(loader="tar"), "--loader tar is unknown; choose one of folder, ffcv, dali"),
+        (dict(loader="tar"), "--loader tar is unknown; choose one of auto, folder, ffcv, dali"),
         (dict(threads=0), "--threads is 0, and must be at least 1"),
         (dict(crop_pct=1.5), "--crop-pct is 1.5, and must be from 0.001 to 1"),
         (dict(crop_pct=1e-320), "--crop-pct is 1e-320, and must be from 0.001 to 1"),

@@ -173,7 +173,7 @@ def open_source(options: Validation, loader: str, divided: Divided | None = None
     source = opened(dataset=divided.dataset, division=divided.division)
     print(
         f"{path} is the data of the model's run; evaluating the {len(source.labels):,} images that "
-        f"its --val-fraction {divided.division.val_fraction:g} held out"
+        f"it held out, {divided.division.val_fraction:.3g} of each class"
     )
     return source
 

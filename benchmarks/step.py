@@ -460,7 +460,7 @@ class OurStep:
         self.config, self.ranks = config, Ranks(0, 1, device)
         dtype, model = autocast_dtype(run.precision, device), get_networks(trainable)[0]
         self.student = build_student(config.optim, model, trainable, self.ranks, dtype)
-        compute = compile_step(run.compile, trainable, config.model.drop_path_form)
+        compute = compile_step(run.compile, trainable)
         sections = build_objective(config.setting), config.data, config.augment
         self.step = Step(loader, trainable, *sections, dtype, compute)
         seen = torch.zeros(2, dtype=torch.float64)

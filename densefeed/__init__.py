@@ -10,7 +10,8 @@ from densefeed.system.collector import pause as _pause
 
 # What was started, and its arguments, for scripts and for `python -m`.
 _started = [_Path(word).name for word in _sys.orig_argv[-len(_sys.argv) :]]
-if _started[:1] == ["densefeed"]:
+# The command `densefeed`, or a file of this package, as `python tools/pack_dataset.py` is.
+if _started[:1] == ["densefeed"] or "script_start" in _sys.modules:
     from densefeed.system.errors import end_at_interrupt as _end_at_interrupt
 
     _end_at_interrupt()

@@ -16,7 +16,7 @@ from densefeed.objectives.base import Objective, Setting
 from densefeed.pipelines.augment.settings import Augment
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.loader import Preparation
-from densefeed.pipelines.mixing import MixOptions
+from densefeed.pipelines.mixing import MixOptions, check_pairs
 from densefeed.pipelines.open import DataOptions, Mode, open_dataset
 from densefeed.pipelines.targets import TargetRules
 from densefeed.step import Step
@@ -36,7 +36,7 @@ class Loader:
 
     def __init__(self, data: DataOptions, mode: Mode, **how: int) -> None:
         self.data, self._loader = data, open_dataset(data, mode, **how)
-        self.path = data.train if mode == "train" else data.val
+        self.path, _ = data.locate(mode)
         self.plan, self.score_maps = self._loader.plan, self._loader.score_maps
         self.num_classes, self.class_names = self._loader.num_classes, self._loader.class_names
         self.source, self.prepares = self._loader.source, self._loader.prepares
@@ -98,7 +98,9 @@ def open_loader(
 
     Args:
         path: a .beton file or a pattern of such files, on a disk or as `s3://BUCKET/train.beton`
-            in object storage, or a folder with `train/<class>/*.jpg` (or `val/...`).
+            in object storage, or a folder with `train/<class>/*.jpg` (or `val/...`). With the
+            option val_fraction, the folder that it divides, for both `train=True` and False; with
+            dataset, its root, e.g. of the paths in `dataset="list/val.txt"`.
         batch: images per batch, all ranks together.
         size: side of the crops, pixels.
         seed: key of every random draw.
@@ -120,10 +122,14 @@ def open_loader(
     if score_maps and not train:
         raise TypeError("open_loader reads score_maps with train=True only")
     place, mode = as_location(path), "train" if train else "evaluate"
+    places = {"train" if train or options.get("val_fraction") else "val": place}
+    # A run reads the list of its validation set from --val.
+    kind, _, file = str(options.get("dataset")).partition("/")
+    if not train and kind == "list" and file:
+        places = {"train": place, "val": Path(file)}
     data = DataOptions(
-        **{"train" if train else "val": place},
+        **places,
         size=size,
-        loader="folder" if isinstance(place, Path) and place.is_dir() else "ffcv",
         score_maps=as_location(score_maps) if score_maps else None,
         cache=Path(cache) if cache else None,
     )
@@ -183,6 +189,7 @@ def build_step(
     # Only methods that wrap a model read the number of epochs.
     setting = Setting(chosen.objective, chosen.labels, chosen.mix, shapes, 1, name)
     built = build_objective(setting)
+    check_pairs(loader.plan, chosen.mix)
     check_model(loader, first, built)
     return Step(loader, model, built, loader.data, chosen.augment, dtype)
 
@@ -204,7 +211,8 @@ def check_model(loader: Loader, model: nn.Module, objective: Objective) -> None:
             raise UserError(f"{name} has a token head; create it with token_head=False")
         raise UserError(
             f"{name} has no token head; create an lvvit, dhvt or t2t_vit model with "
-            "token_head=True, or take the objective relabel, which any model can train with"
+            "token_head=True, or take the objective relabel, which any model can train with, or "
+            "add a head and with_token_head as docs/extending.md describes"
         )
     if getattr(model, "num_classes", classes) != classes:
         raise UserError(

@@ -82,7 +82,7 @@ class Step:
         if self.augmentation.whole and not getattr(loader, "prepares", False):
             raise UserError(
                 "this loader does not augment whole images; give --loader folder or ffcv, or "
-                "remove --augment-before-crop"
+                "--no-augment-before-crop"
             )
         self._mixing = Mixing(loader.plan, mix)
         resident = data.maps_on_device and objective.needs_score_maps

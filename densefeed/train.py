@@ -1,10 +1,13 @@
 """Train a vision transformer from dense teacher score maps.
 
-    densefeed train RECIPE --loader ffcv --data train.beton --val val.beton --out runs/NAME
+    densefeed train RECIPE --data train.beton --val val.beton --out runs/NAME
     torchrun --nproc-per-node 8 -m densefeed train RECIPE ...
 
 `densefeed train RECIPE --help` shows every option (densefeed/training/config.py).
 """
+
+if not __package__:
+    import script_start  # noqa: F401
 
 import time
 from collections.abc import Callable
@@ -65,7 +68,7 @@ def train_loop(run: Run, signal_name: Callable[[], str]) -> dict:
     """Do the remaining steps on this rank; `signal_name` names the signal that asks it to stop."""
     config, student, done, per_epoch = run.config, run.student, run.done, len(run.loader)
     options, optim, result = config.run, config.optim, {}
-    compute = compile_step(options.compile, student.trainable, config.model.drop_path_form)
+    compute = compile_step(options.compile, student.trainable)
     sections = config.data, config.augment
     step = Step(run.loader, student.trainable, run.objective, *sections, run.dtype, compute)
     monitor = TrainMonitor(student, step, run.ranks, options.out, run.seen, run.skips)
@@ -92,7 +95,7 @@ def train_loop(run: Run, signal_name: Callable[[], str]) -> dict:
                 done += 1
                 if done == run.done + 1 and options.compile != "never":
                     report_compilation_sync(run, clock)
-                if done % options.log_every == 0:
+                if run.is_logged(done):
                     log_interval(run, monitor, clock, log, done, norm, shares)
                 log.advance(1)
                 # Several ranks learn of a signal a step late, but all after the same step.
@@ -147,13 +150,17 @@ def log_interval(
     steps, seconds, waited = clock.interval(step)
     rate = steps * run.config.optim.batch / seconds
     flops_share = mean_flops_share(shares, run.loader.plan, step, steps)
+    speed = {
+        "images_per_s": rate,
+        **({"mfu": rate * flops_share} if flops_share else {}),
+        "data_wait_share": waited / seconds,
+    }
     values = {
         "loss": mean,
         "lr": run.student.optimizer.param_groups[0]["lr"],
         "grad_norm": norm.item(),
-        "images_per_s": rate,
-        **({"mfu": rate * flops_share} if flops_share else {}),
-        "data_wait_share": waited / seconds,
+        # The first step compiles and allocates.
+        **(speed if step > 1 else {}),
         "peak_memory_gb": peak_memory(run.ranks.device) / 1e9,
     }
     log.write("train", step, step / len(run.loader), values)

@@ -66,6 +66,8 @@ class Jpegs:
         self._lib.read_jpeg.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p]
         self._lib.write_jpeg.restype = self._lib.read_jpeg.restype = ctypes.c_size_t
         self._lib.free_jpeg.argtypes = [ctypes.c_void_p]
+        self._lib.count_warnings.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
+        self._lib.count_warnings.restype = ctypes.c_long
 
     def write(
         self,
@@ -91,6 +93,10 @@ class Jpegs:
             return ctypes.string_at(out, length)
         finally:
             self._lib.free_jpeg(out)
+
+    def warnings(self, jpeg: bytes) -> int:
+        """Decode with libjpeg and count its warnings; -1 if it gives up."""
+        return self._lib.count_warnings(jpeg, len(jpeg))
 
     def contents(self, jpeg: bytes) -> np.ndarray:
         """Read sampling factors, sizes, quantization tables and all coefficients with libjpeg."""

@@ -101,7 +101,7 @@ def student_for(config: Config, ranks: Ranks = ALONE) -> Student:
 
 def step_for(config: Config, loader: ThreadedLoader, trainable: nn.Module, dtype=None) -> Step:
     """The step of a run, as train.py builds it."""
-    compute = compile_step(config.run.compile, trainable, config.model.drop_path_form)
+    compute = compile_step(config.run.compile, trainable)
     sections = objective_for(config), config.data, config.augment
     return Step(loader, trainable, *sections, dtype, compute)
 

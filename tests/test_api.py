@@ -349,7 +349,7 @@ def test_mean_and_deviation_are_three_numbers_each(loader, known):
         densefeed.build_step(loader, model, "ce")
 
 
-@pytest.mark.parametrize("name", ["lr", "size", "fused_head", "device"])
+@pytest.mark.parametrize("name", ["lr", "size", "drop_path", "device"])
 def test_options_that_no_step_reads_are_refused(loader, name):
     with pytest.raises(TypeError, match=name):
         densefeed.build_step(loader, make_model(loader), **{name: 3})
@@ -382,7 +382,7 @@ def test_an_objective_of_ones_own_is_a_loss(loader, monkeypatch):
         name = "scaled"
         own = FactorOptions
         # A step has no section `model`, and a run's option of it is not one of the step's.
-        unused: ClassVar = {"fused_head": "--objective token-label"}
+        unused: ClassVar = {"drop_path": "--objective token-label"}
 
         def loss(self, output, batch, step):
             loss = torch.nn.functional.cross_entropy(output, batch.label)

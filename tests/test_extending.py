@@ -1,20 +1,24 @@
 """What is added from outside the package: an objective, a method, a loader, an augmentation, a
-dataset and a teacher, one file of at most 60 lines each.
+dataset, a teacher and a model, one file of at most 60 lines each.
 """
 
+import importlib.util
 import json
 import os
+import sys
 import tarfile
 from pathlib import Path
 
 import pytest
 import torch
 
+import densefeed.train as training
+from densefeed.recipes import RECIPES
 from densefeed.storage.beton import Beton
 from densefeed.storage.score_maps import ScoreMapStore
+from densefeed.system.errors import UserError
+from densefeed.system.options import with_options
 from densefeed.tools import report
-
-pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent / "extensions"
 SHORT = [
@@ -38,6 +42,7 @@ def test_an_extension_is_one_short_file(file):
     assert len(file.read_text().splitlines()) <= 60
 
 
+@pytest.mark.slow
 def test_an_objective_trains_with_its_own_options(run, packed, tmp_path):
     losses = []
     for weight in (0.0, 5.0):
@@ -54,6 +59,7 @@ def test_an_objective_trains_with_its_own_options(run, packed, tmp_path):
     assert 2 < losses[0] - losses[1] <= 5 * 0.6932
 
 
+@pytest.mark.slow
 def test_a_method_wraps_the_model_and_its_network_is_evaluated_and_saved(run, packed, tmp_path):
     """Around two objectives; a finished run is resumed too."""
     words = "--data", packed[0], "--val", packed[1], "--loader", "ffcv", "--peer-weight", 0.5
@@ -71,6 +77,7 @@ def test_a_method_wraps_the_model_and_its_network_is_evaluated_and_saved(run, pa
         assert f"continuing at step {saved['step']}" in again
 
 
+@pytest.mark.slow
 def test_the_report_of_an_own_objective_says_why_it_shows_no_crops(run, packed, tmp_path, capsys):
     """The report does not import the module that registers the objective."""
     words = "--data", packed[0], "--val", packed[1], "--loader", "ffcv", "--out", tmp_path / "own"
@@ -83,6 +90,20 @@ def test_the_report_of_an_own_objective_says_why_it_shows_no_crops(run, packed, 
     assert ">own<" in (tmp_path / "own" / "report.html").read_text()
 
 
+def test_outside_another_command_reads_a_run_after_an_import(command, run, packed, tmp_path):
+    """As docs/extending.md says. Without it the config names an unknown operation."""
+    words = "--data", packed[0], "--val", packed[1], "--loader", "ffcv", "--out", tmp_path / "own"
+    run("augmentation.py", "lvvit_micro_token_label", *words, *SHORT, "--operations", "gamma")
+    script = tmp_path / "script.py"
+    lines = "import augmentation", "from densefeed.tools import report", "report.command()"
+    script.write_text("\n".join(lines))
+    environment = os.environ | {"PYTHONPATH": f"{HERE}:{HERE.parents[1]}"}
+    done = command(script, tmp_path / "own", environment=environment)
+    assert (done.returncode, done.stderr.count("shows no")) == (0, 0), done.stderr
+    assert "What the student saw" in (tmp_path / "own" / "report.html").read_text()
+
+
+@pytest.mark.slow
 def test_an_augmentation_trains_by_its_name(run, packed, tmp_path):
     words = "--data", packed[0], "--val", packed[1], "--loader", "ffcv", "--log-every", 1
     losses = []
@@ -94,6 +115,7 @@ def test_an_augmentation_trains_by_its_name(run, packed, tmp_path):
     assert losses[0] != losses[1]
 
 
+@pytest.mark.slow
 def test_a_dataset_is_packed_by_its_name(run, folder, tmp_path):
     files = sorted((folder / "train").glob("*/*.jpg"))
     lines = [f"{path.relative_to(folder)},{path.parent.name},train" for path in files]
@@ -104,6 +126,7 @@ def test_a_dataset_is_packed_by_its_name(run, folder, tmp_path):
     assert packed.labels.tolist() == [path.parent.name == "dog" for path in files]
 
 
+@pytest.mark.slow
 def test_a_loader_trains_by_its_name(run, folder, tmp_path):
     for split in ("train", "val"):
         with tarfile.open(tmp_path / f"{split}.tar", "w") as archive:
@@ -115,6 +138,7 @@ def test_a_loader_trains_by_its_name(run, folder, tmp_path):
     assert (result["skipped"], 0 <= result["top1"] <= 1) == (0, True)
 
 
+@pytest.mark.slow
 def test_a_teacher_labels_by_its_factory(command, folder, tmp_path):
     out = tmp_path / "maps.h5"
     done = command(
@@ -133,3 +157,45 @@ def test_a_teacher_labels_by_its_factory(command, folder, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert ScoreMapStore(out).header.side == 6
+
+
+@pytest.mark.slow
+def test_outside_a_model_of_ones_own_trains_with_token_labels(run, packed, tmp_path):
+    out = tmp_path / "run"
+    words = "--data", packed[0], "--val", packed[1], "--loader", "ffcv", "--out", out
+    own = "--model", "token_vit", "--no-mixtoken", "--log-every", 1
+    run("model.py", "lvvit_micro_token_label", *words, *SHORT, *own, "--model-kwargs")
+    saved = torch.load(out / "last.pt", weights_only=True)
+    assert saved["recipe"]["name"] == "token_vit"
+    # The tokens' loss reached the head.
+    assert saved["model"]["token_head.bias"].abs().sum() > 0
+    assert 0 <= json.loads((out / "result.json").read_text())["top1"] <= 1
+
+
+def test_outside_models_without_what_tokens_need_are_refused(packed, tmp_path):
+    spec = importlib.util.spec_from_file_location("token_vit_model", HERE / "model.py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    ours = with_options(
+        RECIPES["lvvit_micro_token_label"](),
+        data=packed[0],
+        val=packed[1],
+        loader="ffcv",
+        out=tmp_path / "run",
+        model="token_vit",
+        model_kwargs=(),
+        batch=4,
+        size=32,
+        threads=1,
+        device="cpu",
+        dry_run=True,
+        mixtoken=True,
+    )
+    training.train(with_options(ours, mixtoken=False))
+    with pytest.raises(UserError, match=r"token_vit cannot exchange tokens .*, or --no-mixtoken"):
+        training.train(ours)
+    for name in ("resnet18", "convnext_atto", "test_byobnet"):
+        with pytest.raises(
+            UserError, match=rf"{name} has no token head; .* --objective relabel --no-mixtoken, whi"
+        ):
+            training.train(with_options(ours, model=name))

@@ -39,6 +39,7 @@ ORDER = (
     "train",
     "tools",
     "__main__",
+    "script_start",
 )
 # Names at the top level that are links into the package.
 LINKS = ("relabel", "pipelines", "models", "tools", "train.py")
@@ -158,7 +159,9 @@ def test_every_config_field_is_read():
                 assert declared <= kept, f"{path}: {declared - kept} is never read"
 
 
-TOOLS = [path for path in SOURCES if path.parent.name == "tools" and path.stem != "__init__"]
+# Of tools/ all but what its files import when they are started as scripts.
+LIBRARIES = "__init__", "script_start"
+TOOLS = [path for path in SOURCES if path.parent.name == "tools" and path.stem not in LIBRARIES]
 # Libraries that leave tools/ with the labeling's plan.
 COMMANDS = [path for path in TOOLS if "make_command(" in path.read_text()]
 
@@ -173,6 +176,8 @@ def test_every_tool_is_a_command_and_imports_no_other(path):
         for name in (*getattr(node, "targets", ()), getattr(node, "name", ""))
     }
     assert "command" in names
+    # Before imports, which take seconds and fail in a Python without the packages.
+    assert '"""\n\nif not __package__:\n    import script_start ' in text
     assert 'if __name__ == "__main__":\n    command()\n' in text
     assert not [name for name in modules_imported(text) if name.startswith("densefeed.tools")]
 

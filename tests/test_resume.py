@@ -19,6 +19,7 @@ import densefeed.step
 import densefeed.train as training
 from densefeed.models import checkpoints
 from densefeed.system.errors import UserError
+from densefeed.system.options import with_options
 from densefeed.training import monitor
 from densefeed.training.guards import STOPPING, NonFiniteGuard
 
@@ -532,8 +533,9 @@ def test_skipped_steps_are_counted_and_their_losses_are_excluded(
     )
     assert all(torch.equal(seen[1][name], seen[2][name]) for name in seen[1])
     assert not all(torch.equal(seen[2][name], seen[3][name]) for name in seen[2])
-    (line,) = [r for r in records(tmp_path / "run") if r["kind"] == "train"]
-    assert math.isfinite(line["loss"])
+    # After the first step, and after three.
+    lines = [r for r in records(tmp_path / "run") if r["kind"] == "train"]
+    assert [math.isfinite(line["loss"]) for line in lines] == [True, True]
     # The skip of the first epoch still counts after a resume: one more is allowed.
     assert checkpoints.load(tmp_path / "run" / "last.pt")["skips"] == 1
     monkeypatch.setattr(monitor, "MOST_SKIPS", 2)
@@ -551,13 +553,27 @@ def test_guard_does_not_sync_between_log_lines(micro, tmp_path, monkeypatch):
     looks, look = [], NonFiniteGuard.poll_sync
     monkeypatch.setattr(NonFiniteGuard, "poll_sync", lambda finite: looks.append(1) or look(finite))
     training.train(micro(tmp_path / "run", log_every=6, save_every=100))
-    assert len(looks) == 3  # one log line after six steps, two checkpoints of epochs
+    # Log lines after steps 1, 3 and 6, and two checkpoints of epochs.
+    assert len(looks) == 5
 
 
 def test_other_number_of_epochs_cannot_resume(micro, finished):
     """The learning rate schedule would be different."""
-    with pytest.raises(UserError, match="was trained with epochs=2"):
-        training.train(micro(finished, **SAVED, epochs=3, resume="auto"))
+    with pytest.raises(UserError, match=r"was trained with epochs=2; give .* another --out$"):
+        training.train(micro(finished, **SAVED, epochs=1, resume="auto"))
+
+
+def test_outside_a_finished_run_is_trained_longer_from_its_folder(micro, finished, tmp_path):
+    longer = micro(finished, **SAVED, epochs=3, resume="auto")
+    with pytest.raises(
+        UserError,
+        match=f"epochs=2; give the same value, or train longer .* --init {finished} and another",
+    ):
+        training.train(longer)
+    fresh = with_options(longer, out=tmp_path / "longer", init=finished, epochs=1)
+    training.train(fresh)
+    with pytest.raises(UserError, match=r"has no last\.pt; give a run folder"):
+        training.train(with_options(fresh, out=tmp_path / "none", init=tmp_path))
 
 
 JOINT = dict(

@@ -89,8 +89,7 @@ def config(packed, out, **fields):
         ),
         dict(
             model="dhvt_tiny_cifar_patch2",
-            model_kwargs=("depth=1", "embed_dim=32"),
-            fused_head="always",
+            model_kwargs=("depth=1", "embed_dim=32", "fused_head=True"),
         ),
         dict(
             model="dhvt_tiny_cifar_patch4",
@@ -163,7 +162,8 @@ def test_maps_on_the_device_and_a_fused_head_keep_the_loss(packed, tmp_path, fus
     """Exactly with resident maps; to 1e-4 with the fused head, which sums in another order."""
     common = AUGMENTED | dict(mixtoken=True)
     training.train(config(packed, tmp_path / "plain", **common))
-    other = dict(fused_head="always") if fused else dict(maps_on_device=True)
+    head = dict(model_kwargs=("fused_head=True",))
+    other = head if fused else dict(maps_on_device=True)
     training.train(config(packed, tmp_path / "other", **common, **other))
     for one, same in zip(records(tmp_path / "plain"), records(tmp_path / "other"), strict=True):
         assert same["loss"] == (pytest.approx(one["loss"], rel=1e-4) if fused else one["loss"])
@@ -520,7 +520,7 @@ def test_third_party_checkpoint_is_not_resumed(packed, tmp_path):
         (dict(model_kwargs=("stem_width=-1",)), "lvvit_micro cannot be built: Trying to create"),
         (
             dict(model="test_vit", objective="ce", mixtoken=False, model_kwargs=("num_heads=7",)),
-            r"test_vit cannot be built: .* divisible by num_heads; change --model-kwargs",
+            r"test_vit cannot be built: .* by num_heads; change --model-kwargs, or give it bare",
         ),
         (dict(seed=2**70), "--seed is"),
         (
@@ -555,6 +555,9 @@ def test_of_many_classes_the_token_heads_logits_are_left_to_the_loss(
     run = config(packed, tmp_path / "run", objective=objective)
     assert model_for(run, 5000).fused_head == fused
     assert not model_for(run, 4000).fused_head
+    if fused:
+        never = with_options(run, model_kwargs=("fused_head=False",))
+        assert not model_for(never, 5000).fused_head
 
 
 def test_timm_transformer_is_built_for_the_size(packed, tmp_path):
@@ -967,3 +970,10 @@ def test_a_residual_stream_in_16_bits_trains_or_is_refused(packed, tmp_path):
         training.train(config(packed, tmp_path / "vit", precision="bf16", **other))
     result = training.train(config(packed, tmp_path / "run", precision="bf16", **fields))
     assert 0 <= result["top1"] <= 1
+
+
+def test_outside_parts_of_three_images_train_without_mixing(packed, tmp_path):
+    odd = config(packed, tmp_path / "run", batch=6, microbatch=3, epochs=1, mixtoken=False)
+    assert 0 <= training.train(odd)["top1"] <= 1
+    with pytest.raises(UserError, match=r"6 in 2 parts has 3 images in each, and an image and its"):
+        training.train(with_options(odd, out=tmp_path / "b", mixtoken=True))

@@ -75,6 +75,17 @@ class Facts(NamedTuple):
     eval_interpolation: str | None  # filter that resizes that crop
 
 
+def find_file(path: Path) -> Path:
+    """Return the file of a checkpoint: itself, or `last.pt` of a run folder. CheckpointError."""
+    if not path.is_dir():
+        return path
+    if not (path / "last.pt").is_file():
+        raise CheckpointError(
+            f"{path} has no last.pt; give a run folder of densefeed train, or a checkpoint file"
+        )
+    return path / "last.pt"
+
+
 def load(path: Path) -> dict:
     """Load the dictionary of a checkpoint on the CPU, without running code from the file.
 
@@ -237,9 +248,15 @@ def build(path: Path, model_name: str = "") -> tuple[nn.Module, dict]:
     name = spec.name if spec else model_name
     # timm's names may end in a tag, as in resnet10t.c3_in1k.
     if model_name and not model_name.startswith(name):
-        raise CheckpointError(f"{path} holds a model {name}; leave out --model {model_name}")
+        raise CheckpointError(
+            f"{path} holds a model {name}; leave out --model {model_name} (of an import "
+            "--reference-model)"
+        )
     if not name:
-        raise CheckpointError(f"{path} does not contain its model's name; give it with --model")
+        raise CheckpointError(
+            f"{path} does not contain its model's name; give it with --model, that of the "
+            "reference of an import with --reference-model"
+        )
     if not is_registered(name):
         raise CheckpointError(
             f"{path}: timm knows no model {ascii(name)[:100]}; timm.list_models(include_tags=True) "
@@ -262,8 +279,9 @@ def build(path: Path, model_name: str = "") -> tuple[nn.Module, dict]:
             raise
         # The second line of PyTorch's message names weights that do not fit, perhaps hundreds.
         reason = " ".join(line.strip()[:200] for line in str(error).splitlines()[:2])
+        remedy = "copy or train it again" if spec else "check --model, or --reference-model"
         raise CheckpointError(
-            f"{path} does not fit the model {name}: {reason}; check --model"
+            f"{path} does not fit the model {name}: {reason}; {remedy}"
         ) from error
     return model, checkpoint
 
@@ -341,12 +359,14 @@ FACTS = {
 def initialize(model: nn.Module, path: Path) -> str:
     """Initialize a model from the weights in a file; return one line on what was used and is new.
 
-    The file may be ours, a published LV-ViT file, or one of timm's for the same model, safetensors
-    included; EMA weights are preferred. The model family's `checkpoint_filter_fn` (timm's
-    convention) adapts names and the position table. A head that the file does not have, or has with
-    other classes, keeps its initial weights. Raises CheckpointError, and changes nothing, where any
-    other tensor is missing, unexpected or of another shape.
+    The file may be ours or our run folder, a published LV-ViT file, or one of timm's for the same
+    model, safetensors included; EMA weights are preferred. The model family's
+    `checkpoint_filter_fn` (timm's convention) adapts names and the position table. A head that the
+    file does not have, or has with other classes, keeps its initial weights. Raises
+    CheckpointError, and changes nothing, where any other tensor is missing, unexpected or of
+    another shape.
     """
+    path = find_file(path)
     checkpoint = load(path)
     weights = unwrap(select_weights(checkpoint, path), model)
     # timm applies this function to the weights that it downloads, and not to files.

@@ -153,6 +153,8 @@ def library() -> CDLL:
         "transcode": [*encoded, c_int, c_void_p, c_void_p, c_char_p],
         "planes": [*encoded, c_int, c_int, c_void_p, c_void_p, c_char_p],
         "probe": [*encoded, c_void_p, c_void_p, c_char_p],
+        "sampling": [*encoded, c_void_p, c_void_p, c_char_p],
+        "scan": [*encoded, c_void_p, c_char_p],
         "check_frame": [*encoded, c_char_p],
         "limit": [c_int64],
     }
@@ -175,12 +177,13 @@ class JpegError(Exception):
         self.status = status
 
 
-def _call(function: str, encoded: bytes, *arguments: object) -> None:
-    """Call a function of the library with a JPEG; JpegError with its message if it fails."""
+def _call(function: str, encoded: bytes, *arguments: object) -> str:
+    """Call a function of the library with a JPEG; return its message. JpegError if it fails."""
     message = create_string_buffer(MESSAGE)
     call = getattr(library(), f"densefeed_{function}")
     if status := call(encoded, len(encoded), *arguments, message):
         raise _explain(status, message.value)
+    return message.value.decode(errors="replace")
 
 
 def _make_bytes(function: str, encoded: bytes, *arguments: object) -> bytes:
@@ -204,6 +207,25 @@ def probe(encoded: bytes) -> tuple[int, int]:
     height, width = c_int(), c_int()
     _call("probe", encoded, byref(height), byref(width))
     return height.value, width.value
+
+
+def sampling(encoded: bytes) -> list[tuple[int, int]]:
+    """Read the sampling factors, across and down, of the components of a JPEG; JpegError."""
+    count, factors = c_int(), (c_int * 8)()
+    _call("sampling", encoded, byref(count), factors)
+    return list(zip(factors[::2], factors[1::2], strict=True))[: count.value]
+
+
+def scan(encoded: bytes) -> str:
+    """Decode the entropy-coded data of a JPEG of any color; return what libjpeg warns of, or "".
+
+    It warns of extraneous bytes before a marker, which the decoders ignore. JpegError if the file
+    is damaged, as the decoders find it when a crop reaches its last row, or has too many scans.
+    """
+    warnings = c_int()
+    first = _call("scan", encoded, byref(warnings))
+    more = warnings.value - 1
+    return f"{first} (and {more:,} more)" if more > 0 else first
 
 
 def limit_pixels(pixels: int) -> None:

@@ -5,7 +5,9 @@
  * shrinking; no pixel outside the crop's whole pixels is read. Interpolating half-resolution chroma
  * and resampling are both linear, so they are one filter here: chroma is never upsampled to full
  * resolution, and color is converted once per output pixel. Numbers are int16 with 6 fraction bits,
- * products are rounded to nearest: the mean difference from Pillow is below 0.6 gray levels. */
+ * products are rounded to nearest: the mean difference from Pillow is below 0.6 gray levels. Single
+ * pixels differ by up to 29, because colors beyond 0 to 255 are clipped after the resampling, not
+ * before it: a prototype that converts first took 1.31 times as long for a crop. */
 #include "native.h"
 #include <math.h>
 #include <stdlib.h>

@@ -48,9 +48,13 @@ static void on_error(j_common_ptr common) {
 }
 
 /* Treat warnings as errors: after a warning libjpeg invents pixels that the file does not contain.
- * Extraneous bytes before a marker are the exception, because no pixel depends on them. */
+ * Extraneous bytes before a marker are the exception: some encoders write them, and no pixel depends
+ * on them. They are counted, because a decoder that lost its place leaves them too. */
 static void on_message(j_common_ptr common, int level) {
-    if (level < 0 && common->err->msg_code != JWRN_EXTRANEOUS_DATA) on_error(common);
+    if (level >= 0) return;
+    if (common->err->msg_code != JWRN_EXTRANEOUS_DATA) on_error(common);
+    if (!common->err->num_warnings++)
+        common->err->format_message(common, ((Errors *)common->err)->text);
 }
 
 static void on_progress(j_common_ptr common) {
@@ -247,6 +251,43 @@ API int densefeed_probe(
     open_jpeg(&jpeg, &errors, bytes, length);
     *height = jpeg.image_height, *width = jpeg.image_width;
     check_color(&jpeg);
+    jpeg_destroy_decompress(&jpeg);
+    return OK;
+}
+
+/* Read the components of a JPEG: `*count` of them, at most 4, each with two sampling factors. */
+API int densefeed_sampling(
+    const uint8_t *bytes, size_t length, int *count, int factors[8], char *message) {
+    struct jpeg_decompress_struct jpeg;
+    Errors errors;
+    if (setjmp(errors.back)) {
+        jpeg_destroy_decompress(&jpeg);
+        return fail(message, errors.status, "%s", errors.text);
+    }
+    open_jpeg(&jpeg, &errors, bytes, length);
+    *count = min(jpeg.num_components, 4);
+    for (int n = 0; n < *count; n++) {
+        factors[2 * n] = jpeg.comp_info[n].h_samp_factor;
+        factors[2 * n + 1] = jpeg.comp_info[n].v_samp_factor;
+    }
+    jpeg_destroy_decompress(&jpeg);
+    return OK;
+}
+
+/* Entropy-decode a whole JPEG of any color. `*warnings` gets the number of libjpeg's warnings that
+ * the decoders ignore, and `message` the first of them. */
+API int densefeed_scan(const uint8_t *bytes, size_t length, int *warnings, char *message) {
+    struct jpeg_decompress_struct jpeg;
+    Errors errors;
+    if (setjmp(errors.back)) {
+        jpeg_destroy_decompress(&jpeg);
+        return fail(message, errors.status, "%s", errors.text);
+    }
+    open_jpeg(&jpeg, &errors, bytes, length);
+    require_frame(&errors, bytes, length, 1);
+    jpeg_read_coefficients(&jpeg);
+    *warnings = (int)errors.base.num_warnings;
+    if (*warnings) fail(message, OK, "%s", errors.text);
     jpeg_destroy_decompress(&jpeg);
     return OK;
 }

@@ -18,7 +18,7 @@ from densefeed.objectives.drloc import DRLoc
 from densefeed.objectives.relabel import ReLabel
 from densefeed.objectives.token_labeling import TokenLabeling
 from densefeed.system.errors import UserError
-from densefeed.system.options import Beside, Options, flag, leaves, unused_leaves
+from densefeed.system.options import Options, leaves, refuse_unused, unused_leaves
 
 Registered = TypeVar("Registered", bound=type[Objective])
 OBJECTIVES: dict[str, type[Objective]] = {}
@@ -94,13 +94,11 @@ def check_unused(options: Any, defaults: Any, given: Collection[str] = ()) -> No
     default, or one of `given`, the names on the command line. Others may have no effect: a recipe
     with its method switched off is its own baseline.
     """
-    values, before = dict(leaves(options)), dict(leaves(defaults))
+    before = dict(leaves(defaults))
+    # A step of one's own has fewer sections than a run.
+    changed = {name for name, value in leaves(options) if value != before[name]}
     # An unknown name is refused where the objective is built.
     objective = OBJECTIVES.get(options.objective.name, Objective)
-    for name, needed in (objective.unused | unused_leaves(options)).items():
-        # A step of one's own has fewer sections than a run.
-        if name in values and (values[name] != before[name] or name in given):
-            why = f"without {needed}; remove it, or give {needed}"
-            if isinstance(needed, Beside):
-                why = f"beside {needed}; give one of the two"
-            raise UserError(f"{flag(name)} has no effect {why}")
+    unused = objective.unused | unused_leaves(options)
+    unused = {name: needed for name, needed in unused.items() if name in before}
+    refuse_unused(unused, changed | set(given))

@@ -18,7 +18,7 @@ class CrossEntropy(Objective):
     unused: ClassVar = dict.fromkeys(
         ("score_maps", "maps_on_device", "temperature", "ground_truth", "geometry", "outside"),
         "--objective relabel or token-label",
-    ) | dict.fromkeys(("token_weight", "fused_head"), "--objective token-label")
+    ) | {"token_weight": "--objective token-label"}
 
     def check(self) -> None:
         if self.setting.mix.mix_label == "regions":

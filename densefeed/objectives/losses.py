@@ -41,7 +41,7 @@ def list_fields(targets: SparseTargets, N: int, T: int) -> tuple[Tensor, Tensor,
     if found != [(N, M), (N, T, M), (N, T), (N, T)]:
         raise ValueError(
             f"targets of shapes {found} do not fit {N} images of {T} tokens; make targets for the "
-            "grid of the model"
+            "grid of the model, or correct its patch_size"
         )
     return fields
 

@@ -13,7 +13,7 @@ class ReLabel(DenseObjective):
     """`--objective relabel`: one dense label per crop, for any classifier."""
 
     name = "relabel"
-    unused: ClassVar = dict.fromkeys(("token_weight", "fused_head"), "--objective token-label")
+    unused: ClassVar = {"token_weight": "--objective token-label"}
 
     def loss(self, output: Tensor, batch: Batch, step: StepContext) -> Tensor:
         return class_token_loss(output, self.targets(batch, step)[0])

@@ -9,12 +9,12 @@ from densefeed import native
 from densefeed.pipelines.batch import ScoreMapSpec
 from densefeed.pipelines.folder import StoreMaps, score_map_spec
 from densefeed.pipelines.loader import Encoded
-from densefeed.storage.beton import MAP_FIELDS, Beton, name_classes
+from densefeed.storage.beton import MAP_FIELDS, Beton, name_classes, open_matching
+from densefeed.storage.beton_images import MARK, name_images
 from densefeed.storage.dataset_names import hash_images
 from densefeed.storage.images import decode
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError
-from densefeed.system.object_url import check_local
 
 
 class FfcvSource(StoreMaps):
@@ -37,7 +37,9 @@ class FfcvSource(StoreMaps):
         if maps is not None:
             self._store = ScoreMapStore(maps)
             self._check_store(path, maps)
+            self._rows = np.arange(len(self.labels))
             self.score_maps = score_map_spec(self._store, num_classes)
+            self.teacher = self._store.header.teacher
         elif self._beton.has_maps:
             self.score_maps = ScoreMapSpec(
                 *self._beton.field("map").shape[2:],
@@ -46,19 +48,18 @@ class FfcvSource(StoreMaps):
                 notes["max_palette"],
                 notes["min_window_side"],
             )
+            self.teacher = notes.get("teacher", "")
 
     def _open(self, path: str | Path) -> Beton:
-        path = Path(path)
-        is_pattern = any(sign in path.name for sign in "*?[")
-        check_local(path)
-        paths = sorted(path.parent.glob(path.name)) if is_pattern else [path]
-        if not paths:
-            raise UserError(f"{path} matches no file; check it, or pack files with densefeed pack")
-        return Beton(paths)
+        return open_matching(Path(path))
 
     def _check_store(self, path: str | Path, maps: str | Path) -> None:
         """Raise UserError if the maps beside the file are not those of its images."""
         notes = self._beton.notes
+        # The maps of these images, or of those of another file.
+        if self._store.image_path(0).startswith(MARK):
+            self._store.check_rows(self.labels, name_images(self._beton), path)
+            return
         if notes.get("left_out"):
             raise UserError(
                 f"{path} leaves out {notes['left_out']} images that could not be packed, so {maps} "
@@ -96,9 +97,8 @@ class FfcvSource(StoreMaps):
         encoded, mode = self._beton.image(index)
         if mode == native.JPEG:
             return decode(encoded, self.where(index))
-        extent = int(self._beton.heights[index]), int(self._beton.widths[index])
         try:
-            return Image.fromarray(native.decode(encoded, *extent, mode))
+            return Image.fromarray(self._beton.pixels(index, encoded))
         except native.JpegError as error:
             raise UserError(f"{self.where(index)} is damaged ({error}); {self.remedy}") from error
 

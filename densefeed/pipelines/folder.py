@@ -15,8 +15,9 @@ from PIL import Image
 from densefeed import native
 from densefeed.pipelines.batch import ScoreMapSpec, allocate_maps
 from densefeed.pipelines.loader import Encoded, Source
-from densefeed.storage.images import Images, decode, sample_evenly
+from densefeed.storage.images import WHOLE, Images, SplitOptions, decode, sample_evenly
 from densefeed.storage.score_maps import ScoreMaps, ScoreMapStore
+from densefeed.storage.selection import find_rows
 from densefeed.system.errors import UserError, explain_os_error
 from densefeed.system.progress import bar
 
@@ -32,13 +33,14 @@ SIZED = 1024
 class StoreMaps(Source):
     """Base of sources whose score maps lie in an HDF5 store beside the images: `_store`.
 
-    A source of maps that lie elsewhere overrides `map_parts` and `check_map`.
+    `_rows` are those of the samples, int64 `[N]`. A source of maps that lie elsewhere overrides
+    `map_parts` and `check_map`.
     """
 
     _store: ScoreMapStore | None = None
 
     def map_parts(self, ids: np.ndarray) -> native.Parts:
-        return locate_rows(self._store, ids)
+        return locate_rows(self._store, self._rows[ids])
 
     def maps(self, ids: np.ndarray) -> ScoreMaps:
         fields = allocate_maps(len(ids), self.score_maps, torch.empty)
@@ -52,10 +54,10 @@ class StoreMaps(Source):
         return maps
 
     def check_map(self, index: int) -> None:
-        store, row = self._store, np.array([index])
+        store, row = self._store, self._rows[[index]]
         for fault, bad in store.impossible(row, store.rows(row)).items():
             if bad.any():
-                raise store.invalid_map(index, fault)
+                raise store.invalid_map(row[0], fault)
 
     def close(self) -> None:
         if self._store:
@@ -65,25 +67,35 @@ class StoreMaps(Source):
 class FolderSource(StoreMaps):
     """The images of a folder and, if `maps` names a store, their score maps.
 
-    The store must be made for exactly this folder. Files are read on `threads` threads. Pillow
-    decodes there what the native decoder does not support: anything but gray and RGB JPEGs (PNG,
-    WebP, CMYK, ...).
+    `dataset`, `split` and `division` are those of Images. The store must be made for exactly these
+    images, or for the whole set that they were divided from. Files are read on `threads` threads.
+    Pillow decodes there what the native decoder does not support: anything but gray and RGB JPEGs
+    (PNG, WebP, CMYK, ...).
     """
 
-    remedy = "replace or remove this file"
+    remedy = (
+        "replace or remove this file; `densefeed beton verify FOLDER` lists all that are damaged"
+    )
 
     def __init__(
-        self, root: str | Path, split: str, maps: str | Path | None = None, threads: int = 1
+        self,
+        root: str | Path,
+        split: str,
+        maps: str | Path | None = None,
+        threads: int = 1,
+        dataset: str = "",
+        division: SplitOptions = WHOLE,
     ) -> None:
-        self._images = Images(Path(root), split=split)
+        self._images = Images(Path(root), dataset, split, division)
         self.blocks = self._images.blocks
         self.labels, self.class_names = self._images.labels, self._images.class_names
         self.where = self._images.where
         self.fingerprint = self._images.fingerprint()
         if maps is not None:
             self._store = ScoreMapStore(maps)
-            self._store.check(self.fingerprint, self.labels, self._images.paths, root)
+            self._rows = find_rows(self._store, self._images, root)
             self.score_maps = score_map_spec(self._store, len(self.class_names))
+            self.teacher = self._store.header.teacher
         self._readers = ThreadPoolExecutor(threads, thread_name_prefix="read")
 
     def files(self, most: int) -> list[str]:

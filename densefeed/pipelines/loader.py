@@ -123,6 +123,7 @@ class Source:
     class_names: list[str]  # one for each class id
     remedy: str  # what to do about an image that cannot be decoded, ends the error message
     score_maps: ScoreMapSpec | None = None  # shape and meaning of the score maps; None without maps
+    teacher: str = ""  # of the score maps, as their store names it; empty: not known
 
     def where(self, index: int) -> str:
         """Name sample `index` in an error message: its path, or file and number in the file."""

@@ -71,6 +71,17 @@ class MixOptions(Options):
         return bool(self.mixtoken or self.cutmix or self.mixup)
 
 
+def check_pairs(plan: EpochPlan, options: MixOptions) -> None:
+    """Raise UserError where a run mixes and a part of a batch does not hold whole pairs."""
+    count = plan.microbatches or plan.ranks
+    if options and count > 1 and plan.batch // count % 2:
+        raise UserError(
+            f"a batch of {plan.batch} in {count} parts has {plan.batch // count} images in each, "
+            "and an image and its mixing partner share a part; choose a batch whose parts have an "
+            "even number, or mix nothing (--no-mixtoken --cutmix 0 --mixup 0)"
+        )
+
+
 class Mixing(NamedTuple):
     """Draws what a run mixes; `plan` draws every box."""
 

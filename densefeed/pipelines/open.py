@@ -23,14 +23,16 @@ from densefeed.pipelines.shapes import (
     describe_shape,
     list_shapes,
 )
+from densefeed.storage.beton import is_beton
+from densefeed.storage.datasets import choose_validation_split
 from densefeed.storage.fetch import make_local
 from densefeed.storage.geometry import LEAST_CROP
-from densefeed.storage.images import DecodeOptions, limit_pixels
+from densefeed.storage.images import WHOLE, DecodeOptions, SplitOptions, limit_pixels
 from densefeed.system.devices import ThreadOptions, free_memory
 from densefeed.system.errors import UserError
 from densefeed.system.files import cache_folder
 from densefeed.system.object_url import ObjectURL, check_local
-from densefeed.system.options import Bounds, Count, Fraction, Location, NonNegativeInt, own_first
+from densefeed.system.options import Bounds, Count, Fraction, Location, own_first
 
 Mode = Literal["train", "evaluate"]
 Filter = Literal["bilinear", "bicubic"]
@@ -38,25 +40,28 @@ Filter = Literal["bilinear", "bicubic"]
 
 @own_first
 @dataclass(frozen=True, kw_only=True)
-class DataOptions(DecodeOptions, ThreadOptions):
+class DataOptions(SplitOptions, DecodeOptions, ThreadOptions):
     """The section `data` of a run's options."""
 
-    # training set: a folder of class folders; with --loader ffcv or dali a .beton or 'a-*.beton',
-    # also s3://BUCKET/train.beton
+    # training set: a folder of class folders, a .beton or 'a-*.beton', also
+    # s3://BUCKET/train.beton; the root of --dataset
     train: Annotated[Location, arg(name="data")] = tyro.MISSING
-    val: Location = tyro.MISSING  # validation set, of the same kind
+    # validation set, with --dataset list/FILE another list of that kind; or give --val-fraction
+    val: Location | None = None
+    # name of the dataset, from the list in the --help of packing, if --data is a folder, but not of
+    # class folders, e.g. list/FILE
+    dataset: str = ""
     # folder of local copies of --data, --val and --score-maps in object storage; default:
     # ~/.cache/densefeed
     cache: Path | None = None
-    # bytes of disk that the copy of --data may take, and that of --val; 0: 0.9 of the free space
-    cache_bytes: NonNegativeInt = 0
     # score maps of the training set: HDF5 file, or folder of shards, also s3://BUCKET/FOLDER, of
     # which a local copy is made; a .beton may carry its own
     score_maps: Location | None = None
     # keep all score maps in the memory of the device (ImageNet: 9 GB) instead of in the batches
     maps_on_device: bool = False
-    # folder: folders of images; ffcv: .beton files; dali: either, decoded by NVIDIA DALI
-    loader: str = "folder"
+    # folder: folders of images; ffcv: .beton files; auto: the one that reads the data; dali:
+    # either, decoded by NVIDIA DALI
+    loader: str = "auto"
     # stop at an unreadable sample, or skip and count it
     on_bad_sample: Literal["raise", "skip"] = "raise"
     # order of the training set; blocks reads runs of storage, for disks and network file systems
@@ -96,14 +101,36 @@ class DataOptions(DecodeOptions, ThreadOptions):
                 "bare --sizes to remove those of a recipe"
             )
         check_aspects(self.aspects)
+        if self.val_fraction and self.val is not None:
+            raise UserError(
+                f"--val {self.val} and --val-fraction both name validation images; give one of the "
+                "two"
+            )
 
     def unused(self) -> dict[str, str]:
-        found = {} if self.aspects else {"side_multiple": "--aspects"}
-        if not any(isinstance(path, ObjectURL) for path in (self.train, self.val)):
-            found["cache_bytes"] = "--data s3://..."
-            if not isinstance(self.score_maps, ObjectURL):
-                found["cache"] = "--data s3://..."
+        found = super().unused() | ({} if self.aspects else {"side_multiple": "--aspects"})
+        if not any(isinstance(path, ObjectURL) for path in (self.train, self.val, self.score_maps)):
+            found["cache"] = "--data s3://..."
         return found
+
+    def locate(self, mode: Mode) -> tuple[Location, str]:
+        """Return where the training or the validation set is, and its `dataset`.
+
+        UserError for a missing --val.
+        """
+        if mode == "train" or self.val_fraction:
+            return self.train, self.dataset
+        if self.val is None:
+            raise UserError(
+                "--val is missing; name the validation set, or give --val-fraction 0.15, which "
+                "holds out that fraction of --data"
+            )
+        kind = self.dataset.partition("/")[0]
+        # A list is of one split, and the images of another are below the same root.
+        if kind == "list" and isinstance(self.val, Path) and not self.val.is_dir():
+            return self.train, f"list/{self.val}"
+        # A share is one of the training images.
+        return self.val, "" if kind in ("list", "share") else self.dataset
 
     @property
     def all_sizes(self) -> tuple[tuple[int, int], ...]:
@@ -152,45 +179,87 @@ class DataOptions(DecodeOptions, ThreadOptions):
         return list_shapes(self.sides, self.aspects, self.side_multiple)
 
 
-def open_folder(path: Path, mode: Mode, maps: Path | None, threads: int) -> FolderSource:
+def open_folder(
+    path: Path,
+    mode: Mode,
+    maps: Path | None,
+    threads: int,
+    dataset: str = "",
+    division: SplitOptions = WHOLE,
+) -> FolderSource:
     """Open a folder of images. UserError for a file."""
     check_local(path)
     if path.is_file():
         raise UserError(
-            f"{path} is a file; --loader folder reads folders, --loader ffcv reads .beton files"
+            f"{path} is a file; --loader folder reads folders (of a tar or Parquet file give "
+            f"{path.parent}), --loader ffcv reads .beton files"
         )
-    return FolderSource(path, "train" if mode == "train" else "val", maps, threads)
+    split = "train"
+    if mode != "train":
+        split = "val" if division.val_fraction else choose_validation_split(dataset)
+    return FolderSource(path, split, maps, threads, dataset, division)
 
 
-def open_beton(path: Path, mode: Mode, maps: Path | None, threads: int) -> FfcvSource:
-    """Open .beton files. UserError for a folder."""
+def open_beton(
+    path: Path,
+    mode: Mode,
+    maps: Path | None,
+    threads: int,
+    dataset: str = "",
+    division: SplitOptions = WHOLE,
+) -> FfcvSource:
+    """Open .beton files. UserError for a folder, a dataset's name and a division."""
     if path.is_dir():
         raise UserError(
             f"{path} is a folder; pack it with densefeed pack, or read it with --loader folder"
         )
+    check_packed(path, dataset, division)
     return FfcvSource(path, maps)
 
 
-def open_either(path: Path, mode: Mode, maps: Path | None, threads: int) -> Source:
+def open_either(
+    path: Path,
+    mode: Mode,
+    maps: Path | None,
+    threads: int,
+    dataset: str = "",
+    division: SplitOptions = WHOLE,
+) -> Source:
     """Open a folder of images or .beton files."""
-    return (open_folder if path.is_dir() else open_beton)(path, mode, maps, threads)
+    opened = open_folder if path.is_dir() else open_beton
+    return opened(path, mode, maps, threads, dataset, division)
 
 
-def open_remote(url: ObjectURL, data: DataOptions, maps: Path | None) -> RemoteSource:
-    """Open .beton files in object storage. UserError for a loader that cannot read them."""
-    if data.loader not in ("ffcv", "dali"):
+def check_packed(path: Path | ObjectURL, dataset: str, division: SplitOptions) -> None:
+    """Raise UserError if packed images are to be divided, or to be found by a dataset's name."""
+    if dataset:
         raise UserError(
-            f"{url} is in object storage, where --loader {data.loader} reads nothing, and --loader "
+            f"{path} is packed, and --dataset {dataset} names what a folder holds; leave it out"
+        )
+    if division.val_fraction:
+        raise UserError(
+            f"{path} is packed, and --val-fraction divides folders; pack the two parts by "
+            "densefeed pack --val-fraction with --split train and with --split val, and give both"
+        )
+
+
+def open_remote(
+    url: ObjectURL, data: DataOptions, loader: str, dataset: str, maps: Path | None
+) -> RemoteSource:
+    """Open .beton files in object storage. UserError for a loader that cannot read them."""
+    if loader not in ("ffcv", "dali"):
+        raise UserError(
+            f"{url} is in object storage, where --loader {loader} reads nothing, and --loader "
             "ffcv and dali read .beton files; pack the data with densefeed pack, or copy it "
             "to a local disk"
         )
+    check_packed(url, dataset, data)
     if data.maps_on_device and maps is None:
         raise UserError(
             "--maps-on-device would fetch all images with their score maps before the first step; "
             "remove it, or copy the file to a local disk"
         )
-    folder = data.cache or cache_folder()
-    return RemoteSource(url, maps, folder, data.cache_bytes)
+    return RemoteSource(url, maps, data.cache or cache_folder())
 
 
 # For each name of `--loader` what opens its samples, (path, mode, score maps, threads) to a Source,
@@ -200,6 +269,9 @@ LOADERS = {
     "ffcv": (open_beton, ThreadedLoader),
     "dali": (open_either, DaliLoader),
 }
+# Those of this package, whose sources take a dataset's name and a division too.
+BUILTIN = tuple(LOADERS)
+AUTO = "auto"
 
 
 def register_loader(
@@ -208,16 +280,18 @@ def register_loader(
     make: Callable[..., ThreadedLoader] = ThreadedLoader,
 ) -> None:
     """Make a loader known to `--loader`. ValueError if the name is taken."""
-    if name in LOADERS:
+    if name in (*LOADERS, AUTO):
         raise ValueError(f"there is a loader {name!r} already")
     LOADERS[name] = open_source, make
 
 
-def find_loader(name: str) -> tuple[Callable[..., Source], Callable[..., ThreadedLoader]]:
-    """Return what LOADERS has for `name`. UserError if it is unknown."""
+def choose_loader(name: str, path: Location) -> str:
+    """Return the loader of `path` for `auto`, else `name`. UserError if it is unknown."""
+    if name == AUTO:
+        return "ffcv" if isinstance(path, ObjectURL) or is_beton(path) else "folder"
     if name not in LOADERS:
-        raise UserError(f"--loader {name} is unknown; choose one of {', '.join(LOADERS)}")
-    return LOADERS[name]
+        raise UserError(f"--loader {name} is unknown; choose one of {', '.join((AUTO, *LOADERS))}")
+    return name
 
 
 def open_dataset(
@@ -246,14 +320,21 @@ def open_dataset(
     Raises UserError for data that cannot be opened or options that do not fit it.
     """
     limit_pixels(data.max_pixels)
-    (open_source, make), training = find_loader(data.loader), mode == "train"
-    path, score_maps = (data.train, data.score_maps) if training else (data.val, None)
+    training, (path, dataset) = mode == "train", data.locate(mode)
+    score_maps, loader = data.score_maps if training else None, choose_loader(data.loader, path)
+    open_source, make = LOADERS[loader]
     if score_maps is not None:
         score_maps = make_local(score_maps, data.cache)
     if isinstance(path, ObjectURL):
-        source = open_remote(path, data, score_maps)
+        source = open_remote(path, data, loader, dataset, score_maps)
     else:
-        source = open_source(Path(path), mode, score_maps, data.threads)
+        which = {"dataset": dataset, "division": data} if dataset or data.val_fraction else {}
+        if which and loader not in BUILTIN:
+            raise UserError(
+                "--dataset and --val-fraction are for folders that --loader folder or dali reads; "
+                f"leave them out with --loader {loader}"
+            )
+        source = open_source(Path(path), mode, score_maps, data.threads, **which)
     plan = EpochPlan(
         num_samples=len(source.labels),
         batch=batch,
@@ -266,7 +347,7 @@ def open_dataset(
         microbatches=microbatches,
         sizes=data.all_sizes if training else ((0, data.size),),
         multi_scale=data.multi_scale if training else (),
-        buckets=make_buckets(data, source) if training and data.aspects else None,
+        buckets=make_buckets(data, source, loader) if training and data.aspects else None,
         crop_scale=data.crop_scale,
         hflip=data.hflip,
         crop_pct=data.crop_pct,
@@ -294,12 +375,12 @@ def choose_order(data: DataOptions, source: Source, training: bool) -> dict[str,
     return {"order": "blocks", **blocks._asdict()}
 
 
-def make_buckets(data: DataOptions, source: Source) -> AspectBuckets:
+def make_buckets(data: DataOptions, source: Source, loader: str) -> AspectBuckets:
     """Assign the images of a source to `--aspects`. UserError if it cannot tell their sizes."""
     extents = source.extents()
     if extents is None:
         raise UserError(
-            f"--loader {data.loader} does not know the sizes of stored images; remove --aspects"
+            f"--loader {loader} does not know the sizes of stored images; remove --aspects"
         )
     return AspectBuckets(data.aspects, data.side_multiple, *extents)
 

@@ -138,12 +138,6 @@ class EpochPlan:
                 f"{microbatches} microbatches of a batch of {batch} cannot be shared by {ranks} "
                 "ranks; choose a multiple of the ranks that divides the batch"
             )
-        if self.mode == "train" and microbatches > 1 and batch // microbatches % 2:
-            raise UserError(
-                f"a batch of {batch} in {microbatches} microbatches has "
-                f"{batch // microbatches} images in each; choose an even number, because an "
-                "image and its mixing partner share one"
-            )
         if not 0 <= self.rank < ranks:
             raise UserError(f"rank {self.rank} is out of range for {ranks} ranks, counted from 0")
         starts = [start for start, _ in self.sizes]
@@ -180,11 +174,12 @@ class EpochPlan:
         # Evaluation mixes nothing, and a single part contains both rows of every pair.
         if self.mode == "evaluate" or self._microbatches == 1:
             return np.arange(self.rank * size, (self.rank + 1) * size)
-        # Partners in reverse order, because a part is mixed with itself reversed (mixing.py).
-        half = self.batch // self._microbatches // 2
+        # Partners in reverse order, because a part is mixed with itself reversed (mixing.py). The
+        # middle row of a part of odd size has none; `mixing.check_pairs` refuses it.
+        half, odd = divmod(self.batch // self._microbatches, 2)
         part = np.arange(self.rank * local, (self.rank + 1) * local)[:, None]
-        low = part * half + np.arange(half)
-        return np.concatenate([low, self.batch - 1 - low[:, ::-1]], axis=1).ravel()
+        low, middle = part * half + np.arange(half), (part + self._microbatches * half)[:, :odd]
+        return np.concatenate([low, middle, self.batch - 1 - low[:, ::-1]], axis=1).ravel()
 
     def part_weights(self, step: int) -> list[float]:
         """Weight the mean loss of each of this rank's microbatches in a step.

@@ -58,7 +58,6 @@ class RemoteSource(FfcvSource):
         url: an object, or a pattern such as `s3://bucket/train-*.beton`.
         maps: as for FfcvSource.
         cache: folder of local copies, which processes and runs share.
-        cache_bytes: of the disk that this copy may take, see `SampleCache`.
 
     The unit is a sample: its image with its score map. Raises UserError as FfcvSource, and for
     storage that cannot be read.
@@ -66,10 +65,8 @@ class RemoteSource(FfcvSource):
 
     remedy = "upload the file again, or pack it again"
 
-    def __init__(
-        self, url: ObjectURL, maps: str | Path | None, cache: Path, cache_bytes: int = 0
-    ) -> None:
-        self._folder, self._cache_bytes = cache, cache_bytes
+    def __init__(self, url: ObjectURL, maps: str | Path | None, cache: Path) -> None:
+        self._folder = cache
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="storage")
         # Batches of this epoch that are requested, and those that were begun.
         self._requested, self._begun = deque[_Held](), deque[_Held]()
@@ -80,7 +77,7 @@ class RemoteSource(FfcvSource):
     def _open(self, path: ObjectURL) -> Beton:
         self._copy = CachedFiles(find_remote_files(path), self._folder, read_range)
         beton = Beton(self._copy.paths, [file.url for file in self._copy.files])
-        self._cache = SampleCache(self._copy, beton.extents(), self._cache_bytes, read_ranges)
+        self._cache = SampleCache(self._copy, beton.extents(), read_ranges)
         return beton
 
     @property
@@ -133,8 +130,9 @@ class RemoteSource(FfcvSource):
             least = (IN_FLIGHT + 1) * self._cache.room(plan.batch)
             least = min(least, self._cache.room(plan.num_samples))
             raise UserError(
-                f"--cache-bytes {self._cache.capacity:,} holds less than the batches in flight; "
-                f"give at least {least:,}, or a smaller --batch"
+                f"{self._folder} has room for {self._cache.capacity:,} bytes of samples, less than "
+                f"the batches in flight take; free at least {least:,} bytes, name another folder "
+                "with --cache, or give a smaller --batch"
             )
         return min(ahead, fit)
 
@@ -153,16 +151,17 @@ class RemoteSource(FfcvSource):
         """Pin samples and start to fetch those that are not here."""
         if self._cache.is_bounded and (least := self._cache.room(len(ids))) > self._cache.capacity:
             raise UserError(
-                f"--cache-bytes {self._cache.capacity:,} holds less than {len(ids):,} images, "
-                f"which are read at once; give several times {least:,}"
+                f"{self._folder} has room for {self._cache.capacity:,} bytes of samples, less than "
+                f"{len(ids):,} images take that are read at once; free several times {least:,} "
+                "bytes, or name another folder with --cache"
             )
         until = time.monotonic() + PATIENCE
         while (found := self._cache.hold(ids, next_use)) is None:
             # Other ranks that are ahead, or other runs.
             if time.monotonic() > until:
                 raise UserError(
-                    f"{self._folder}: other runs leave no room in the local copy; give a larger "
-                    "--cache-bytes, or another folder with --cache"
+                    f"{self._folder}: other runs leave no room in the local copy; free disk space, "
+                    "or name another folder with --cache"
                 )
             time.sleep(0.01)
         missing, suspects = ([i for i in part.tolist() if i not in self._jobs] for part in found)

@@ -38,8 +38,9 @@ class ResidentMaps:
         if needed > SPARE * free:
             raise UserError(
                 f"the score maps of {count:,} images take {needed / 1e9:.2f} GB on {device}, "
-                f"of which {free / 1e9:.2f} GB are free; stream them with the batches instead, or "
-                "choose a device with more memory"
+                f"of which {free / 1e9:.2f} GB are free; give "
+                "--no-maps-on-device, which streams them with the batches, or choose a device with "
+                "more memory"
             )
         print(
             f"score maps of {count:,} images: {needed / 1e9:.2f} GB on {device}, "

@@ -69,7 +69,8 @@ def list_shapes(
     """
     if min(sides) < 1:
         raise UserError(
-            f"an input of {min(sides)} px is too small; give other --sizes or --multi-scale"
+            f"an input of {min(sides)} px is too small; give a larger --size, --sizes or "
+            "--multi-scale"
         )
     shapes = []
     for side in sides:

@@ -25,6 +25,7 @@ STUDENT = dict(
     min_lr=1e-5,
     warmup_epochs=0.3,
     ema=0.0,
+    eval_every=1,
     log_every=25,
 )
 TEACHER = dict(
@@ -42,6 +43,7 @@ TEACHER = dict(
     lr=1e-2,
     lr_batch=32,
     warmup_epochs=0.5,
+    eval_every=2,
 )
 SPEEDRUN = dict(
     sizes=((0, 24), (1, 48)),
@@ -52,6 +54,8 @@ SPEEDRUN = dict(
     optimizer="muon",
     lr=2.2e-2,
     lr_batch=36,
+    # Its time is measured.
+    eval_every=10,
 )
 
 RECIPES = table(

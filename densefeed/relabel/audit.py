@@ -226,9 +226,13 @@ def name_rows(store: ScoreMapStore, rows: Iterable[int]) -> str:
 def check_finished(path: Path) -> Outcome:
     """Check that every row is labeled; else name the first missing rows."""
     file = open_rows(path)
-    missing, count = np.flatnonzero(file.read("done") == 0), file.rows
-    if not len(missing):
-        return "sound", f"all {count:,} rows are labeled"
+    # Up to the first block that lacks some: a sparse file of a few kilobytes may state billions.
+    for first, done in file.blocks("done"):
+        missing, count = first + np.flatnonzero(done == 0), first + len(done)
+        if len(missing):
+            break
+    else:
+        return "sound", f"all {file.rows:,} rows are labeled"
     (paths,) = file.take(("path",), missing[:MAX_NAMED])
     names = ", ".join(path.decode(errors="replace") for path in paths)
     return (
@@ -443,7 +447,7 @@ def check_logits(store: ScoreMapStore, scan: RowScan) -> Outcome:
             f"{span}, and the exponentials of a cell sum to at most {max_exp_sum:.3g}: these are "
             "logarithms of probabilities, and a class that is not named, at logit 0, would be the "
             "likeliest",
-            "Import again from raw logits, or store with absent = tail.",
+            "Import again from raw logits, or label with --absent tail.",
         )
     if not (judged & good).any():
         return "unchecked", "no row could be read"
@@ -947,10 +951,13 @@ def check_orientation(match: MapCorrelation, foreign: bool) -> Outcome:
     ties = [ORIENTATIONS[h] for h in range(8) if h != best and not choice.beats(h, SURE_T)]
     if ties:
         evidence += f": they could also be {' or '.join(ties)}"
-        remedy = "Pass more --images to find out which, then import or label again."
+        remedy = (
+            "Compare more images (--images, or --audit-images of an import) to find out which, "
+            "then import or label again."
+        )
     # --axes column-row exchanges rows and columns, and corrects no other orientation.
     elif best == 4:
-        remedy = "Import the pack again with --axes column-row."
+        remedy = "Import the pack again with --axes column-row, or label the images again."
     else:
         remedy = (
             f"Turn the maps upright before the import (they are {ORIENTATIONS[best]}), or label "

@@ -6,12 +6,13 @@ A few batches are labeled and not kept.
 import math
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from densefeed.relabel.labeling import Pass, score_batches
+from densefeed.relabel.labeling import Pass, name_image, score_batches
 from densefeed.relabel.scoring import Scored
 from densefeed.storage.images import sample_evenly
 from densefeed.storage.row_codecs import Form, row_sizes
@@ -73,8 +74,9 @@ def estimate_pass(work: Pass) -> Estimate:
     ids = sample_evenly(count, BATCHES * work.batch)
     batches = [ids[at : at + work.batch] for at in range(0, len(ids), work.batch)]
 
-    def measure(_ids: np.ndarray, scored: Scored, window_N4: np.ndarray) -> None:
-        sizes.append(palette_sizes(scored.maps_sync(window_N4).cls))
+    def measure(ids: np.ndarray, scored: Scored, window_N4: np.ndarray) -> None:
+        maps = scored.maps_sync(window_N4, partial(name_image, work, ids))
+        sizes.append(palette_sizes(maps.cls))
 
     # Warm up: libraries choose their kernels, a compiler compiles.
     score_batches(work, batches[:1], measure, lambda _: None)

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Literal
 
@@ -163,11 +164,16 @@ def label_rows(
     """
 
     def write(ids: np.ndarray, scored: Scored, window_N4: np.ndarray) -> None:
-        writer.write(ids - start, scored.maps_sync(window_N4))
+        writer.write(ids - start, scored.maps_sync(window_N4, partial(name_image, work, ids)))
 
     count, done = len(writer.done), int(writer.done.sum())
     batches = [ids + start for ids in unfinished_batches(writer.done, work.batch)]
     return score_batches(work, batches, write, lambda images: update(min(done + images, count)))
+
+
+def name_image(work: Pass, ids: np.ndarray, row: int) -> str:
+    """Return the name of the image in a row of the batch `ids`, for messages."""
+    return work.images.where(int(ids[row]))
 
 
 def unfinished_batches(done: np.ndarray, batch: int) -> list[np.ndarray]:

@@ -21,6 +21,7 @@ from densefeed.relabel.class_map import ClassMap, read_class_map
 from densefeed.relabel.network import Network, preprocessing_config
 from densefeed.relabel.reference_match import References
 from densefeed.relabel.teacher import Teacher
+from densefeed.storage.dataset_names import describe_difference
 from densefeed.storage.geometry import Geometry
 from densefeed.system.devices import choose_device
 from densefeed.system.errors import UserError, first_line
@@ -80,10 +81,12 @@ def load_teacher(
             name = f"{source} by {Path(file).name} {_digest(class_map)}"
         # Without names only the number of classes can be compared, which `begin_pass` does.
         elif network.class_names and network.class_names != data_names:
+            difference = describe_difference(
+                network.class_names, "of the teacher", data_names, "of the data"
+            )
             raise UserError(
-                f"{source} was trained on other classes than the data has "
-                f"({network.class_names[0]}, ... and {data_names[0]}, ...); choose a teacher of "
-                "the same classes, or pass a --class-map"
+                f"{source} was trained on other classes than the data has ({difference}); choose a "
+                "teacher of the same classes, or pass a --class-map"
             )
         members.append((network.model, size, network.config, class_map, name))
     joined = " + ".join(member[-1] for member in members)
@@ -115,8 +118,7 @@ def load_network(source: str, model_name: str, size: int) -> Loaded:
     `model_name` is timm's name for checkpoints that do not contain it.
     """
     if is_checkpoint(source):
-        path = Path(source)
-        path = path / "last.pt" if path.is_dir() else path
+        path = checkpoints.find_file(Path(source))
         model, checkpoint = checkpoints.build(path, model_name)
         # A run may have its own mean and deviation.
         facts = checkpoints.read_facts(checkpoint, path)
@@ -142,9 +144,10 @@ def load_references(
     network = load_network(name, model, input_size)
     names = network.class_names
     if names and list(names) != list(class_names):
+        difference = describe_difference(names, "of the reference", class_names, "of the maps")
         raise UserError(
-            f"{name} was trained on other classes than the maps have ({names[0]}, ... and "
-            f"{class_names[0]}, ...); choose another reference"
+            f"{name} was trained on other classes than the maps have ({difference}); choose "
+            "another reference"
         )
     place = choose_device(device)
     # Both show their pictures to the same network.
@@ -157,11 +160,8 @@ def load_references(
     return found
 
 
-def download(source: str, option: str = "--teacher ") -> nn.Module:
-    """Create a timm model with its published weights. Raises UserError.
-
-    `option` is what the command has before the model, for the message.
-    """
+def download(source: str) -> nn.Module:
+    """Create a timm model with its published weights. Raises UserError."""
     if not is_registered(source):
         raise UserError(
             f"{source} is neither a file nor a timm model; timm.list_models(include_tags=True) "
@@ -172,8 +172,8 @@ def download(source: str, option: str = "--teacher ") -> nn.Module:
     # The hub's client raises many types when a download fails.
     except Exception as error:
         raise UserError(
-            f"the weights of {source} cannot be downloaded ({type(error).__name__}); pass a file: "
-            f"{option}weights.safetensors --model {source}"
+            f"the weights of {source} cannot be downloaded ({type(error).__name__}); name a file "
+            f"of them in its place, and {source} with --model, or --reference-model of an import"
         ) from error
 
 
@@ -211,7 +211,7 @@ def set_input_size(model: nn.Module, size: int) -> nn.Module:
         except (AssertionError, RuntimeError, ValueError, TypeError) as error:
             raise UserError(
                 f"{type(model).__name__} does not take images of {size} px ({first_line(error)}); "
-                "choose another --input-size"
+                "choose another --input-size, or --reference-size of an import"
             ) from error
     return model
 

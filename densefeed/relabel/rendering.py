@@ -9,7 +9,7 @@ from PIL import Image
 
 from densefeed import native
 from densefeed.storage.geometry import TLBR, TeacherView
-from densefeed.storage.images import Images, crop_resize, decode
+from densefeed.storage.images import Images, check_jpeg, crop_resize, decode
 from densefeed.system.errors import UserError
 
 # L pictures of an image   H, W side of the teacher's input, both the same, pixels
@@ -40,7 +40,9 @@ class PillowRender(NamedTuple):
     viewer: Viewer
 
     def __call__(self, index: int, out_LHWC: np.ndarray) -> TLBR:
-        image = decode(self.images.read(index), self.images.where(index))
+        content, where = self.images.read(index), self.images.where(index)
+        image = decode(content, where)
+        check_jpeg(content, where)
         return render(image, self.viewer, out_LHWC)
 
 
@@ -69,15 +71,19 @@ class NativeRender(NamedTuple):
     viewer: Viewer
 
     def __call__(self, index: int, out_LHWC: np.ndarray) -> TLBR:
-        content = self.images.read(index)
+        content, where = self.images.read(index), self.images.where(index)
         # The library would decode a JPEG again for each of several pictures.
         if len(out_LHWC) == 1:
             # Pillow reads what the library refuses, and names files that are damaged.
             with suppress(native.JpegError):
                 size, encoded = native.probe(content), np.frombuffer(content, np.uint8)
                 if render_native(self.viewer, size, native.JPEG, encoded, out_LHWC):
+                    # The library stops decoding below the picture.
+                    if self.viewer.views(*size)[0].box_ltrb[3] < size[0]:
+                        check_jpeg(content, where)
                     return self.viewer.window(*size)
-        image = decode(content, self.images.where(index))
+        image = decode(content, where)
+        check_jpeg(content, where)
         size, pixels = (image.height, image.width), np.asarray(image).reshape(-1)
         if render_native(self.viewer, size, native.RAW, pixels, out_LHWC):
             return self.viewer.window(*size)

@@ -24,6 +24,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CPU_BATCH = 32
 # On a GPU. Larger batches do no more work for each weight that is read.
 MAX_BATCH = 256
+# The largest number of float16. Rows of a store hold logits in it.
+MOST_LOGIT = torch.finfo(torch.float16).max
 # Share of the device's memory. The allocator's rounding and the next library need the rest.
 MAX_MEMORY = 0.9
 
@@ -74,26 +76,36 @@ class TopLogits(NamedTuple):
     logit: Tensor  # float16 [N, S, S, k], descending
     cls: Tensor  # int16 [N, S, S, k], the bits of uint16
     lse: Tensor  # float16 [N, S, S]
-    finite: Tensor  # bool []: all logits are finite, in float16 too
+    finite: Tensor  # bool [N]: all logits are finite, in float16 too
 
 
 def keep(logits_NSSK: Tensor, top_k: int) -> TopLogits:
     """Select the top-k logits, their classes, and the logsumexp over all classes; does not sync."""
     top, lse = logits_NSSK.topk(top_k, dim=-1), logits_NSSK.logsumexp(-1)
     # NaN compares as False, so it is not finite either.
-    finite = (logits_NSSK.abs() <= torch.finfo(torch.float16).max).all()
+    finite = (logits_NSSK.abs() <= MOST_LOGIT).flatten(1).all(1)
     # int16 with the bits of uint16, a type for which torch has few operations.
     return TopLogits(top.values.half(), top.indices.to(torch.int16), lse.half(), finite)
 
 
-def to_maps(kept: TopLogits, window_N4: np.ndarray) -> ScoreMaps:
-    """Convert numbers on the host to rows of a store; UserError if they are not finite."""
-    if not bool(kept.finite):
+def to_maps(
+    kept: TopLogits, window_N4: np.ndarray, where: Callable[[int], str] = "image {}".format
+) -> ScoreMaps:
+    """Convert numbers on the host to rows of a store.
+
+    Raises UserError, which names the first such image by `where` of its row, if logits are not
+    finite.
+    """
+    logit, cls, lse = (part.numpy() for part in kept[:3])
+    if bad := (~kept.finite).nonzero().flatten().tolist():
+        # NaN counts as the largest number, so it is among the top k.
+        what = f"above {MOST_LOGIT:,.0f}, the largest number of float16"
+        what = "NaN" if np.isnan(logit[bad[0]]).any() else what
+        more = f" (and of {len(bad) - 1:,} more of its batch)" if len(bad) > 1 else ""
         raise UserError(
-            "the teacher gave logits that are not finite in float16; check its weights and "
+            f"the teacher's scores of {where(bad[0])}{more} are {what}; check its weights and "
             "preprocessing"
         )
-    logit, cls, lse = (part.numpy() for part in kept[:3])
     return ScoreMaps(logit, cls.view(np.uint16), lse, window_N4)
 
 
@@ -125,11 +137,13 @@ class Scored:
         """
         return before.ended.elapsed_time(self.began) / 1000 if self.ended is not None else 0.0
 
-    def maps_sync(self, window_N4: np.ndarray) -> ScoreMaps:
-        """Wait for the batch and return the rows to store."""
+    def maps_sync(
+        self, window_N4: np.ndarray, where: Callable[[int], str] = "image {}".format
+    ) -> ScoreMaps:
+        """Wait for the batch and return the rows to store. UserError as `to_maps`."""
         self.wait_sync()
-        kept = TopLogits(*(part[: self._rows] for part in self._kept[:3]), self._kept.finite)
-        return to_maps(kept, window_N4)
+        kept = TopLogits(*(part[: self._rows] for part in self._kept))
+        return to_maps(kept, window_N4, where)
 
 
 class Scorer:

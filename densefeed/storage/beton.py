@@ -1,6 +1,6 @@
 """Read FFCV datasets (.beton) without the ffcv package. The bytes are described in FORMAT.md.
 
-    densefeed beton verify FILE...      read all checked bytes and list the damaged samples
+    densefeed beton verify FILE...      decode all images and list the damaged ones
 
 Only stock field types are used, so `ffcv.loader.Loader` 1.0.2 opens files of DenseFeed, except
 those with images stored as planes, which have another version number. Third-party files open too,
@@ -15,6 +15,8 @@ import json
 import math
 import os
 import re
+import sys
+import time
 import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,7 +31,7 @@ import numpy as np
 from densefeed import native
 from densefeed.native import MAX_PIXELS
 from densefeed.storage.dataset_names import MOST_CLASSES
-from densefeed.storage.images import MaxPixels, limit_pixels
+from densefeed.storage.images import Images, MaxPixels, limit_pixels, verify_images
 from densefeed.storage.score_maps import ScoreMaps, find_faults
 from densefeed.system.devices import CORES
 from densefeed.system.errors import UserError
@@ -67,6 +69,8 @@ METADATA = {
     JSON: EXTENT,
     TENSOR: "<u8",
 }
+# Damaged images that a terminal shows.
+LISTED = 50
 # Types with one entry per sample in the allocation table.
 ALLOCATED = (RGB, BYTES, NDARRAY, JSON, TENSOR)
 # Modes of an image. JPEG and RAW (rows of RGB) are FFCV's, PLANES (native/planes.c) is DenseFeed's.
@@ -163,6 +167,16 @@ def arrays_crc(arrays: Iterable[bytes]) -> int:
 # ----------------------------------------------------------------------- reading
 
 
+def is_beton(path: Path) -> bool:
+    """Whether a path names .beton files: a file, or a pattern of files. One may be missing."""
+    named = path.suffix == ".beton" or is_pattern(path) or path.is_file()
+    return named and not path.is_dir()
+
+
+def is_pattern(path: Path) -> bool:
+    return any(sign in path.name for sign in "*?[")
+
+
 class Front(NamedTuple):
     """Header, field descriptors and notes of one file."""
 
@@ -174,6 +188,15 @@ class Front(NamedTuple):
     metadata: int  # offset
     notes: dict  # empty for a file that FFCV wrote
     modes: tuple[int, ...]  # that images may have
+
+
+def open_matching(path: Path) -> "Beton":
+    """Open a file, or all that match a pattern such as `train-*.beton`, in their names' order."""
+    check_local(path)
+    paths = sorted(path.parent.glob(path.name)) if is_pattern(path) else [path]
+    if not paths:
+        raise UserError(f"{path} matches no file; check it, or pack files with densefeed pack")
+    return Beton(paths)
 
 
 class Beton:
@@ -435,6 +458,14 @@ class Beton:
                 f"{self.where(index)} is damaged: {reason}; pack or copy the file again"
             )
         return bytes(stored), mode
+
+    def pixels(self, index: int, stored: bytes) -> np.ndarray:
+        """Decode image `index`, which is not a JPEG, from its bytes: uint8 `[H, W, 3]`.
+
+        Raises native.JpegError if they are damaged.
+        """
+        extent = int(self.heights[index]), int(self.widths[index])
+        return native.decode(stored, *extent, int(self.modes[index]))
 
     def extents(self, rows: slice = slice(None)) -> Extents:
         """Return the bytes from each sample's first array, or its image, to the end of the last.
@@ -844,27 +875,74 @@ def find_damage(beton: Beton, index: int) -> str | None:
     return None
 
 
-def verify_files(files: tuple[Path, ...], /, max_pixels: MaxPixels = MAX_PIXELS) -> None:
-    """Read all checked bytes, decode every image, and list every damaged sample.
+def verify_files(
+    files: tuple[Path, ...],
+    /,
+    dataset: str = "",
+    split: str = "train",
+    max_pixels: MaxPixels = MAX_PIXELS,
+) -> None:
+    """Read all checked bytes, decode every image, and list every damaged one.
 
-    If any sample is damaged, the exit code is 2, after the last file.
+    If any is damaged, the exit code is 2, after the last file.
+
+    Args:
+        files: .beton files, and folders of images as densefeed pack reads them.
+        dataset: name of the dataset in a folder, from the list in the --help of packing, if it is
+            not a folder of class folders.
+        split: split of the dataset in a folder.
     """
     Bounds(1).check("max_pixels", max_pixels)
     limit_pixels(max_pixels)
     bad = []
     if not files:
-        raise UserError("no .beton file was named; name one or several")
+        raise UserError("no .beton file was named, and no folder of images; name one or several")
     for path in files:
         check_local(path)
+    # All at once: the first may take minutes, and the name of the second may be wrong.
+    folders = {path: Images(path, dataset, split) for path in files if path.is_dir()}
+    for images in folders.values():
+        images.describe_split()
+    if (dataset or split != "train") and not folders:
+        raise UserError("--dataset and --split are of folders of images; remove them")
+    for path in files:
+        images = folders.get(path)
         try:
-            damaged = verify(path, CORES)
+            damaged = verify_folder(path, images) if images else verify(path, CORES)
         except UserError as error:
             damaged = [str(error)]
-        for line in damaged or [f"{path}: no faults"]:
-            print(line)
+        print_list(damaged or [f"{path}: no faults"])
         if damaged:
-            bad.append(f"{path} ({len(damaged)})")
+            bad.append(f"{path} ({len(damaged):,})")
     if bad:
         raise UserError(
-            f"damage was found in {', '.join(bad)}; it is listed above, pack or copy again"
+            f"damage was found in {', '.join(bad)}; it is listed above: replace or remove images, "
+            "pack or copy .beton files again"
         )
+
+
+def verify_folder(path: Path, images: Images) -> list[str]:
+    """Decode all images of a folder, and print the speed and what libjpeg warns of.
+
+    Returns a sentence per damaged image.
+    """
+    began = time.perf_counter()
+    damaged, warned = verify_images(images, path.name, CORES)
+    rate = len(images) / (time.perf_counter() - began)
+    print(f"{path}: {len(images):,} images, {rate:,.0f} images/s on {CORES} threads")
+    if warned:
+        print_list(warned)
+        print(
+            f"{path}: libjpeg warns of {len(warned):,} images; they are read as they are, but "
+            "may be damaged: compare them with their source"
+        )
+    return damaged
+
+
+def print_list(lines: list[str]) -> None:
+    """Print all lines to a file or pipe, and LISTED of them on a terminal."""
+    shown = lines[:LISTED] if sys.stdout.isatty() else lines
+    for line in shown:
+        print(line)
+    if len(shown) < len(lines):
+        print(f"and {len(lines) - len(shown):,} more; redirect the output to a file to list all")

@@ -1,4 +1,7 @@
-"""Names and numbers that datasets have in common: splits, classes, labels, image files."""
+"""Names and numbers that datasets have in common: splits, classes, labels, image files.
+
+Without splits of its own, a dataset is divided by `hold_out`.
+"""
 
 import hashlib
 import os
@@ -30,7 +33,7 @@ SYSTEM = re.compile(
     r"@Recently-Snapshot|\$RECYCLE\.BIN|System Volume Information|lost\+found)(?:/|$)",
     re.IGNORECASE,
 )
-# Names or kinds of files that a message lists, and characters of a kind.
+# Kinds of files, or classes, that a message lists, and characters of each kind.
 NAMED, LETTERS = 5, 18
 # Images whose paths are hashed or compared at once.
 MOST_NAMES = 2**14
@@ -60,9 +63,10 @@ def choose_home(root: Path | ObjectURL, there: set[str], split: str) -> Path | O
     there = {name for name in there if not find_system_entry(name)}
     name = next(filter(is_there, find_synonyms(split)), None)
     if name is None and ("/" in split or there & set().union(*SPLITS)):
+        held_out = ", or hold out images by --val-fraction 0.15" if split in SPLITS[1] else ""
         raise UserError(
             f"{root} holds {', '.join(sorted(there))} but no folder {split!r}; name one of them, "
-            "or the folder of classes"
+            f"or the folder of classes{held_out}"
         )
     return root / name if name else root
 
@@ -106,6 +110,32 @@ def sort_images(home: Path | ObjectURL, files: Iterable[str]) -> list[str]:
         print(f"{home}: images left out that lie in no class folder: {len(flat):,}, as {min(flat)}")
     # timm leaves equal names in the order of the disk, which a copy of the folder does not keep.
     return sorted(sorted(paths), key=natural_key)
+
+
+def hold_out(paths: Sequence[str], labels: np.ndarray, fraction: float, seed: int) -> np.ndarray:
+    """Choose the validation images of N images, a fraction of each class; bool `[N]`.
+
+    The images of a class are ranked by a hash of their paths whose key is `seed`. The first
+    round(fraction * n) of n are chosen: at least one of two or more, and never all. So neither the
+    order of the images nor the platform matters, and adding m images to a class moves at most m of
+    the others. Images of one path count as one, and stay together.
+    """
+    key = seed.to_bytes(8, "little")
+    digests = (
+        hashlib.blake2b(path.encode(errors="surrogateescape"), key=key, digest_size=8).digest()
+        for path in paths
+    )
+    ranks = np.frombuffer(b"".join(digests), ">u8")
+    _, first, image_N = np.unique(ranks, return_index=True, return_inverse=True)
+    label_U = labels[first]
+    # By class, and within a class by rank.
+    order = np.argsort(label_U, kind="stable")
+    counts = np.bincount(label_U)
+    chosen = np.minimum(np.maximum(np.rint(fraction * counts), 1), counts - 1)
+    place = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
+    held_U = np.empty(len(order), bool)
+    held_U[order] = place < np.repeat(chosen, counts)
+    return held_U[image_N]
 
 
 # ------------------------------------------------------------------------- classes
@@ -232,6 +262,23 @@ def check_two_classes(root: object, class_names: Sequence[str]) -> None:
         )
 
 
+def list_some(names: Sequence[str]) -> str:
+    """Write out the first names of a list."""
+    return ", ".join(names[:NAMED]) + ", ..." * (len(names) > NAMED)
+
+
+def describe_difference(one: Sequence[str], where: str, other: Sequence[str], there: str) -> str:
+    """Describe how the class names of `where` differ from those of `there`, another list."""
+    first, second = set(one), set(other)
+    lacking = [name for name in other if name not in first]
+    more = [name for name in one if name not in second]
+    alone = [(more, where), (lacking, there)]
+    if parts := [f"only {place}: {list_some(names)}" for names, place in alone if names]:
+        return "; ".join(parts)
+    n = next((n for n, pair in enumerate(zip(one, other, strict=False)) if len(set(pair)) > 1), 0)
+    return f"the same names in another order: class {n} is {one[n]} {where} and {other[n]} {there}"
+
+
 def hash_images(paths: Sequence[str], labels: np.ndarray, sizes: Iterable[int | None] = ()) -> str:
     """Hash all paths and labels in order, then the byte `sizes` of sampled files, by SHA-256.
 
@@ -254,7 +301,7 @@ def check_label(label: object, where: str) -> int:
     if not isinstance(label, int) or isinstance(label, bool) or not 0 <= label < MOST_CLASSES:
         raise UserError(
             f"{where} has the label {str(label)[:24]!r}; a label is an integer from 0 to "
-            f"{MOST_CLASSES - 1:,}"
+            f"{MOST_CLASSES - 1:,}: write the number of its class there, or remove the image"
         )
     return label
 
@@ -271,11 +318,6 @@ def describe_system(entries: Iterable[str]) -> str:
     kinds = Counter("._*" if name.startswith("._") else name for name in names)
     noun = "hidden or system names were" if len(names) > 1 else "hidden or system name was"
     return f"{len(names):,} {noun} left out: {list_kinds(kinds)}"
-
-
-def list_some(names: Sequence[str]) -> str:
-    """Write out the first names of a list."""
-    return ", ".join(names[:NAMED]) + ", ..." * (len(names) > NAMED)
 
 
 def list_kinds(counts: Counter) -> str:

@@ -59,7 +59,7 @@ from densefeed.storage.parquet_files import ParquetImages
 from densefeed.storage.tar_files import TarImages
 from densefeed.system.errors import UserError, explain_os_error, first_line
 from densefeed.system.files import find_path_fault, is_folder, open_regular, read_lines
-from densefeed.system.object_url import ObjectURL
+from densefeed.system.object_url import ObjectURL, check_local
 from densefeed.system.terminal import print
 
 if TYPE_CHECKING:
@@ -154,6 +154,8 @@ def find(root: Path | ObjectURL, dataset: str, split: str) -> Found:
             f"--dataset {dataset} is unknown; give none for a folder of class folders, "
             f"or one of {', '.join([*FINDERS, 'hfds'])} (see --help)"
         )
+    if not isinstance(root, ObjectURL):
+        check_local(root)
     if kind == "":
         kind = recognize(root, split)
     remote = isinstance(root, ObjectURL)
@@ -172,6 +174,16 @@ def find(root: Path | ObjectURL, dataset: str, split: str) -> Found:
     check_labels(root, found)
     describe_classes(root, found)
     return found
+
+
+def choose_validation_split(dataset: str) -> str:
+    """Return the split of a dataset that training is evaluated on."""
+    kind = dataset.partition("/")[0]
+    if kind == "hfds":
+        return "validation"
+    # Published without a split for validation.
+    has_none = kind == "domainnet" or (kind in TORCHVISION and "val" not in TORCHVISION[kind][0])
+    return "test" if has_none else "val"
 
 
 def check_labels(root: Path | ObjectURL, found: Found) -> None:
@@ -272,7 +284,8 @@ def read_timm(root: Path, dataset: str, split: str) -> TimmDataset:
         ) from error
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--dataset {dataset} cannot be read ({error}); check the name") from error
-    given = [check_label(reader[i][1], f"--dataset {dataset}") for i in range(len(paths))]
+    where = f"--dataset {dataset}, row"
+    given = [check_label(reader[i][1], f"{where} {i}") for i in range(len(paths))]
     names = getattr(reader, "class_to_idx", None)
     names = (
         sorted(names, key=names.get) if names else [*map(str, range(max(given, default=-1) + 1))]
@@ -416,6 +429,11 @@ def read_list(root: Path, file: Path, classes: int = 0) -> Listed:
         every_path = [path for paths in (own_paths, *other_paths) for path in paths]
         folders = [take_class(skip_split(path)) for path in every_path]
         every = [entry.label for entries in lists for entry in entries]
+        if not classes and min(every) > 0:
+            print(
+                f"note: {file} gives no image the label 0, so class 0 has no images; if its labels "
+                f"count from 1, subtract 1 from each"
+            )
         names, labels = name_labels(every, folders, classes), [entry.label for entry in own]
     return Listed([entry.path for entry in own], np.array(labels, np.int64), names, root)
 

@@ -16,8 +16,9 @@ either, it is the first folder of the image in the tar, below those that all ima
 layouts of WebDataset, of timm (imagenet-1k-wds), of CLIP benchmark, of img2dataset with a label
 column, and of plain `tar`.
 
-Parquet: the column of images is a struct of `bytes` and `path`, and that of labels holds integers.
-The metadata of Hugging Face name both, and the classes.
+Parquet: the column of images is a struct of `bytes` and `path`, and that of labels holds integers
+or texts. The metadata of Hugging Face name both, and the classes. Different texts, sorted, are the
+classes.
 
 Shards lie on a disk or in object storage.
 
@@ -33,12 +34,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from densefeed.storage.dataset_names import (
     ENDINGS,
+    MOST_CLASSES,
     NAMED,
     SPLITS,
     begin_at_classes,
@@ -49,7 +51,14 @@ from densefeed.storage.dataset_names import (
     natural_key,
     number_folders,
 )
-from densefeed.storage.parquet_files import ParquetFile, ParquetImages, open_parquet, read_column
+from densefeed.storage.parquet_files import (
+    ParquetFile,
+    ParquetImages,
+    check_rows,
+    open_parquet,
+    read_column,
+    read_texts,
+)
 from densefeed.storage.shard_file import ShardFile, open_shard
 from densefeed.storage.tar_files import TarImages
 from densefeed.storage.tar_index import TarIndex, index_tar
@@ -85,19 +94,25 @@ def recognize(root: Path | ObjectURL, split: str) -> str:
     """Return the kind of the shards in `root`, or an empty string for folders of images.
 
     A place that holds folders too, other than hidden ones and those of systems, is one of class
-    folders. UserError for one that holds shards and images.
+    folders. UserError for one that holds shards and images, and for a shard.
     """
+    endings = {ending for known in SHARDS.values() for ending in known}
+    if find_ending(root.name) in endings and isinstance(root, Path) and root.is_file():
+        raise UserError(f"{root} is a file; give its folder, {root.parent}")
     for place in list_places(root, split):
         names, folders = list_names(place)
         endings = set(map(find_ending, names))
         kinds = [kind for kind, known in SHARDS.items() if endings.intersection(known)]
         if len(kinds) > 1:
-            raise UserError(f"{place} holds tar and Parquet files; give --dataset tar or parquet")
+            raise UserError(
+                f"{place} holds tar and Parquet files; give --dataset tar or parquet, or, where a "
+                "command has no --dataset, move one kind to a folder of its own"
+            )
         if kinds and not folders:
             if endings.intersection(ENDINGS):
                 raise UserError(
                     f"{place} holds images beside {kinds[0]} files; move the images into class "
-                    f"folders elsewhere, or give --dataset {kinds[0]} for the files"
+                    f"folders elsewhere, or, to label or pack the files, give --dataset {kinds[0]}"
                 )
             return kinds[0]
         # The folder of the split is where class folders are looked for.
@@ -139,7 +154,7 @@ def find_ending(name: str) -> str:
 def find_shards(root: Path | ObjectURL, kind: str, split: str) -> list[Path | ObjectURL]:
     """Find the shards of a split, which lie in one folder. UserError if there are none."""
     if isinstance(root, Path) and not root.is_dir():
-        raise UserError(f"{root} is not a folder; give the folder of the {kind} files")
+        raise UserError(f"{root} is not a folder; give that of the {kind} files, {root.parent}")
     for place in list_places(root, split):
         names = [name for name in list_names(place)[0] if find_ending(name) in SHARDS[kind]]
         if not names:
@@ -350,27 +365,42 @@ def read_parquet(root: Path | ObjectURL, column: str, split: str) -> ParquetImag
     UserError if a file cannot be read, or has other columns.
     """
     places, files, columns = find_shards(root, "parquet", split), [], None
-    names, rows, numbers, labels = [], [], [], []
+    names, rows, numbers, labels, count = [], [], [], [], 0
     for number, path in enumerate(bar(places, "index of Parquet files")):
         file = open_parquet(path)
         if columns not in (None, found := find_columns(file, column)):
             raise UserError(
                 f"{path} has other columns or classes than {places[0]}; give files of one dataset"
             )
-        columns = image, label, class_names = found
+        columns = found
         files.append(file)
-        labels.append(read_labels(file, label))
+        count += sum(file.rows)
+        check_rows(files, count)
+        labels.append(read_labels(file, found))
         # Nothing is opened under these names.
-        texts = read_column(file, f"{image}.path").to_pylist()
+        texts = read_texts(file, f"{found.image}.path")
         names += ["" if not text or find_path_fault(text) else text for text in texts]
-        rows += [f"{row:06d}" for row in range(len(labels[-1]))]
-        numbers += [number] * len(labels[-1])
+        rows += [f"{row:06d}" for row in range(len(texts))]
+        numbers += [number] * len(texts)
     label_N, paths = np.concatenate(labels), name_samples(places, numbers, names, rows)
+    class_names = columns.class_names
+    if columns.text:
+        class_names, label_N = np.unique(label_N, return_inverse=True)
+        class_names = class_names.tolist()
     class_names = class_names or name_classes((places[0].parent, root), label_N)
-    return ParquetImages(paths, label_N, class_names, files, image)
+    return ParquetImages(paths, label_N, class_names, files, columns.image)
 
 
-def find_columns(file: ParquetFile, column: str) -> tuple[str, str, list[str] | None]:
+class Columns(NamedTuple):
+    """The columns of the images and labels of a Parquet file."""
+
+    image: str
+    label: str
+    text: bool  # whether labels are texts
+    class_names: list[str] | None  # of a ClassLabel
+
+
+def find_columns(file: ParquetFile, column: str) -> Columns:
     """Find the columns of the images and labels of a file, and the names of its classes, if any.
 
     UserError if they are not there.
@@ -384,20 +414,65 @@ def find_columns(file: ParquetFile, column: str) -> tuple[str, str, list[str] | 
         for field in schema
         if field.name in (marked or IMAGE_COLUMNS) and is_image(field.type)
     ]
-    integers = [field.name for field in schema if pa.types.is_integer(field.type)]
+    types = {field.name: field.type for field in schema}
+    integers = [name for name, kind in types.items() if pa.types.is_integer(kind)]
+    usable = [*integers, *(name for name, kind in types.items() if is_text(kind))]
     classes = [name for name in integers if features.get(name, {}).get("_type") == "ClassLabel"]
-    labels = [column] if column else ["label"] if "label" in integers else classes
+    labels = [column] if column else ["label"] if "label" in usable else classes
     if len(images) != 1:
-        raise UserError(
-            f"{file.path} has {len(images)} columns of images (a struct of the binary `bytes` and "
-            "the string `path`), and should have one"
+        raise UserError(f"{file.path} has {describe_images(images, types)}")
+    if len(labels) != 1 or labels[0] not in usable:
+        problem = describe_labels(column or "label", types, classes or usable)
+        raise UserError(f"{file.path} has {problem}")
+    label = labels[0]
+    class_names = read_names(features.get(label, {}), file.path)
+    return Columns(images[0], label, label not in integers, class_names)
+
+
+def describe_images(images: list[str], types: "dict[str, pa.DataType]") -> str:
+    """Describe what is wrong with the columns of `images`, which are none or several.
+
+    `types` are those of all columns.
+    """
+    if images:
+        return (
+            f"{len(images)} columns of images ({', '.join(images)}), and one is read; write the "
+            f"file again with one, as Hugging Face's remove_columns({images[1:]}) does"
         )
-    if len(labels) != 1 or labels[0] not in integers:
-        raise UserError(
-            f"{file.path} has no column of integers {column or 'label'!r}; give --dataset "
-            f"parquet/COLUMN, one of {', '.join(classes or integers) or 'none'}"
+    if others := [name for name, kind in types.items() if is_image(kind)]:
+        return (
+            f"its images in the column {others[0]!r}; call it {IMAGE_COLUMNS[0]!r}, as Hugging "
+            f"Face's rename_column({others[0]!r}, {IMAGE_COLUMNS[0]!r}) does"
         )
-    return images[0], labels[0], read_names(features.get(labels[0], {}), file.path)
+    name = next((name for name in IMAGE_COLUMNS if name in types), IMAGE_COLUMNS[0])
+    found = f" ({name!r} is of type {str(types[name])[:80]})" if name in types else ""
+    return (
+        f"0 columns of images, structs of the binary `bytes` and the string `path`{found}; write "
+        f"one called {name!r}, as Hugging Face's cast_column({name!r}, Image()) does"
+    )
+
+
+def describe_labels(column: str, types: "dict[str, pa.DataType]", usable: list[str]) -> str:
+    """Describe why `column` cannot be that of the labels, and what can be done.
+
+    `types` are those of all columns, `usable` are those that hold labels.
+    """
+    fault = f"no column {column!r}"
+    if column in types:
+        fault = f"labels of type {str(types[column])[:80]} in its column {column!r}"
+    choice = f"give --dataset parquet/{' or parquet/'.join(usable)}, or " if usable else ""
+    return f"{fault}; {choice}write an integer or a text for each row to {column!r}"
+
+
+def is_text(kind: "pa.DataType") -> bool:
+    """Whether a column holds texts, as they are or by a dictionary."""
+    import pyarrow as pa
+
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return any(
+        test(kind)
+        for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+    )
 
 
 def is_image(kind: "pa.DataType") -> bool:
@@ -433,12 +508,27 @@ def read_names(feature: dict[str, Any], path: Path | ObjectURL) -> list[str] | N
     return names
 
 
-def read_labels(file: ParquetFile, column: str) -> np.ndarray:
-    """Read the labels of a file, int64 `[N]`. UserError for one that is none."""
-    labels = read_column(file, column)
-    if labels.null_count:
-        raise UserError(f"{file.path} has {labels.null_count:,} rows without a {column}")
-    values = labels.to_numpy()
-    for label in (values.min(), values.max()) if len(values) else ():
-        check_label(int(label), f"{file.path}, column {column},")
+def read_labels(file: ParquetFile, columns: Columns) -> np.ndarray:
+    """Read the labels of a file: int64 `[N]`, or texts, object `[N]`.
+
+    UserError that names a row with another one.
+    """
+    column = columns.label
+    where = f"{file.path}, column {column!r}"
+    if columns.text:
+        values = np.array(read_texts(file, column), object)
+        missing = np.equal(values, None) | np.equal(values, "")
+    else:
+        read = read_column(file, column)
+        missing, values = read.is_null().to_numpy(), read.fill_null(0).to_numpy()
+    if missing.any():
+        raise UserError(
+            f"{where}, row {missing.argmax()} has no label; write an integer or a text there, or "
+            "remove the row"
+        )
+    if columns.text:
+        return values
+    if (bad := (values < 0) | (values >= MOST_CLASSES)).any():
+        row = int(bad.argmax())
+        check_label(int(values[row]), f"{where}, row {row}")
     return values.astype(np.int64)

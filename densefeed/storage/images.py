@@ -6,8 +6,10 @@ import math
 import struct
 import sys
 import warnings
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
@@ -17,13 +19,15 @@ from PIL import Image, TiffImagePlugin, UnidentifiedImageError
 
 from densefeed import native
 from densefeed.storage import datasets, tiff
-from densefeed.storage.dataset_names import hash_images
+from densefeed.storage.dataset_names import SPLITS, hash_images, hold_out
 from densefeed.storage.geometry import LTRB
 from densefeed.storage.parquet_files import Blocks
 from densefeed.storage.samples import to_rgb
-from densefeed.system.errors import UserError
+from densefeed.system.errors import UserError, explain_os_error
 from densefeed.system.object_url import ObjectURL
-from densefeed.system.options import Count, Options
+from densefeed.system.options import Bounds, Count, Options
+from densefeed.system.prefetch import ordered_map
+from densefeed.system.progress import bar
 from densefeed.system.terminal import print
 
 # Files whose byte size enters the fingerprint. A stat of every file of a network disk takes
@@ -61,6 +65,19 @@ class DecodeOptions(Options):
     max_pixels: MaxPixels = native.MAX_PIXELS
 
 
+@dataclass(frozen=True, kw_only=True)
+class SplitOptions(Options):
+    """The options of every command that divides a data set without validation images."""
+
+    # images of each class to hold out for validation, fraction; the same in label, pack and train
+    val_fraction: Annotated[float, Bounds(0, 0.9)] = 0.0
+    val_seed: Annotated[int, Bounds(0, 2**63 - 1)] = 0  # seed of that choice
+
+    def unused(self) -> dict[str, str]:
+        return {} if self.val_fraction else {"val_seed": "--val-fraction"}
+
+
+WHOLE = SplitOptions()
 max_pixels = native.MAX_PIXELS
 # Pillow warns above half of its limit. Here an image is either read or refused.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
@@ -146,35 +163,78 @@ class Images:
         dataset: empty for a folder of class folders; a name of datasets.py; or a name of timm,
             `hfds/...`.
         split: the split; for a folder that holds `train/` and `val/`, one of these names.
+        division: how the training split is divided, if `split` is to be a part of it: `train` or
+            `val`.
 
-    Raises UserError if the folder does not exist, holds no images, or has no random access.
+    Raises UserError if the folder does not exist, holds no images, has no random access, or cannot
+    be divided.
 
     Attributes:
         paths: path of each image, relative to the folder it was found in.
         labels: int64 `[N]`.
         class_names: in label order.
+        whole: the Images that were divided; None without a division.
+        rows: int64 `[N]`, the place of each image in `whole`; None without a division.
         open: a function that opens the file of image `index`; the caller closes it.
         where: a function that returns the name of image `index` for error messages.
     """
 
-    def __init__(self, root: Path | ObjectURL, dataset: str = "", split: str = "train") -> None:
+    def __init__(
+        self,
+        root: Path | ObjectURL,
+        dataset: str = "",
+        split: str = "train",
+        division: SplitOptions = WHOLE,
+    ) -> None:
         self.root = root if isinstance(root, ObjectURL) else Path(root)
+        self._split, self.whole, self.rows = split, None, None
+        if division.val_fraction:
+            self._divide(Images(root, dataset), division)
+            return
         found = datasets.find(self.root, dataset, split)
         self.paths, self.labels, self.class_names = found.paths, found.labels, found.class_names
         self.open, self.where = found.open, found.where
-        self._split = split
         # A list is of one split; a folder of class folders has no folders of splits.
         folder = dataset.partition("/")[0] in ("", "classes", "share")
         whole = folder and getattr(found, "root", None) == self.root
         self._reads_split = not (whole or dataset.startswith("list/"))
         self._blocks = getattr(found, "blocks", None)
 
+    def _divide(self, whole: "Images", division: SplitOptions) -> None:
+        """Become the training or the validation part of `whole`."""
+        train, val, _ = SPLITS
+        if self._split not in (*train, *val):
+            raise UserError(
+                f"--val-fraction divides images into the splits train and val; give one of them in "
+                f"place of --split {self._split}, or leave out --val-fraction"
+            )
+        held_N = hold_out(whole.paths, whole.labels, division.val_fraction, division.val_seed)
+        self.rows = rows = np.flatnonzero(held_N == (self._split in val))
+        if not len(rows):
+            raise UserError(
+                f"{self.root} has one image of each class, of which --val-fraction holds out none; "
+                "add images, or give a validation set of its own"
+            )
+        self.whole, self.labels, self.class_names = whole, whole.labels[rows], whole.class_names
+        self.paths = [whole.paths[row] for row in rows.tolist()]
+        self.open = lambda index: whole.open(rows[index])
+        self.where = lambda index: whole.where(rows[index])
+
     def __len__(self) -> int:
         return len(self.paths)
 
-    def warn_of_split(self) -> None:
-        """Print that the split is not read, if it is not the default and the set has no splits."""
-        if self._split != "train" and not self._reads_split:
+    def describe_split(self, default: str = "train") -> None:
+        """Print how many images the split has, or that it is not read.
+
+        The first of a divided set; the second if the set has no splits, and the split is not the
+        default.
+        """
+        if self.whole is not None:
+            print(
+                f"{self.root}: --val-fraction puts {len(self):,} of {len(self.whole):,} images "
+                f"into the split {self._split}"
+            )
+        elif self._split != default and not self._reads_split:
             print(
                 f"warning: --split {self._split} is not read, because {self.root} holds no splits; "
                 "all of its images are taken",
@@ -187,7 +247,12 @@ class Images:
 
         UserError for images in files that are too slow to read in a shuffled order.
         """
-        return self._blocks and self._blocks()
+        if self.whole is None:
+            return self._blocks and self._blocks()
+        blocks = self.whole.blocks()
+        # As many row groups as before hold fewer images of a part.
+        share = len(self) / len(self.whole)
+        return blocks and blocks._replace(block=max(1, int(share * blocks.block)))
 
     def read(self, index: int) -> bytes:
         """Return the encoded bytes of image `index`, as stored. OSError for more than 320 MiB."""
@@ -261,8 +326,64 @@ def crop_resize(
     return np.asarray(cut.resize((size, size), filter, box))
 
 
+def check_jpeg(encoded: bytes, where: str) -> str:
+    """Decode all entropy-coded data of a JPEG; return what libjpeg warns of, see native.scan.
+
+    Pillow ignores damage there, except that a file is truncated. Other formats are not read. Raises
+    UserError that names `where` for a damaged file.
+    """
+    if not encoded.startswith(b"\xff\xd8"):
+        return ""
+    try:
+        return native.scan(encoded)
+    except native.JpegError as error:
+        # Pillow decodes what the native decoder does not support.
+        if error.status == native.UNSUPPORTED:
+            return ""
+        raise UserError(
+            f"{where} cannot be decoded ({error}); replace or remove this file"
+        ) from error
+
+
+def find_damage(images: Images, index: int) -> tuple[str, str]:
+    """Decode the whole image `index`; return what is wrong and what libjpeg warns of, if at all."""
+    where = images.where(index)
+    try:
+        encoded = images.read(index)
+        warning = check_jpeg(encoded, where)
+        try:
+            native.probe(encoded)
+        # Pillow decodes it for training.
+        except native.JpegError:
+            decode(encoded, where)
+    except UserError as error:
+        return str(error), ""
+    except OSError as error:
+        return explain_os_error(error), ""
+    return "", warning and f"{where}: {warning}"
+
+
+def verify_images(images: Images, name: str, threads: int) -> tuple[list[str], list[str]]:
+    """Decode all images; return what is wrong and what libjpeg warns of, a line for each image.
+
+    `name` is that of the bar.
+    """
+    damaged, warned = [], []
+    with (
+        ThreadPoolExecutor(threads) as pool,
+        # If it is interrupted, images that no thread has begun are not decoded any more.
+        closing(
+            ordered_map(partial(find_damage, images), range(len(images)), pool, 16 * threads)
+        ) as found,
+    ):
+        for fault, warning in bar(found, f"verify {name}", len(images)):
+            damaged += [fault] * bool(fault)
+            warned += [warning] * bool(warning)
+    return damaged, warned
+
+
 def decode(encoded: bytes, where: str) -> Image.Image:
-    """Decode an image to RGB of 8 bits, see `to_rgb`.
+    """Decode an image to RGB of 8 bits, see `to_rgb`. Use `check_jpeg` to find damage in a JPEG.
 
     Raises UserError that names `where` if it is damaged, not an image, or of refused samples.
     """

@@ -38,33 +38,33 @@ def transcode(encoded: bytes) -> bytes:
     A file of another chroma sampling is returned as plain baseline JPEG, without index. Raises
     native.JpegError if the file is damaged or its colors are neither gray nor RGB.
     """
-    # The interval follows from the grid of MCUs, so a first pass makes a baseline file, whose
-    # header `_Frame` reads.
-    plain = native.transcode(encoded, 0)
-    frame = _Frame(plain)
-    if not frame.across:
-        return plain
-    return add_index(native.transcode(encoded, choose_interval(frame.across)))
+    if (mcu := find_mcu(native.sampling(encoded))) is None:
+        return native.transcode(encoded, 0)
+    across = -(-native.probe(encoded)[1] // (8 * mcu[0]))
+    return add_index(native.transcode(encoded, choose_interval(across)))
+
+
+def find_mcu(factors: list[tuple[int, int]]) -> tuple[int, int] | None:
+    """Return how many blocks of luma an MCU has across and down; None for one without index.
+
+    `factors` are the sampling factors of the components.
+    """
+    # A single component is never interleaved: an MCU is one block.
+    luma = (1, 1) if len(factors) == 1 else factors[0]
+    return luma if luma in INDEXED_SAMPLINGS and {*factors[1:]} <= {(1, 1)} else None
 
 
 class _Frame:
-    """Scan offset, restart interval and MCU grid of a baseline JPEG.
-
-    `across` is 0 for a chroma sampling that gets no index.
-    """
+    """Scan offset, restart interval and MCU grid of a baseline JPEG that gets an index."""
 
     def __init__(self, jpeg: bytes) -> None:
-        at, self.interval, self.across = 2, 0, 0
+        at, self.interval = 2, 0
         while True:
             marker, length = jpeg[at + 1], struct.unpack_from(">H", jpeg, at + 2)[0]
             if marker == SOF0:
                 height, width, components = struct.unpack_from(">HHB", jpeg, at + 5)
-                factors = [divmod(jpeg[at + 11 + 3 * n], 16) for n in range(components)]
-                # A single component is never interleaved: an MCU is one block.
-                luma = (1, 1) if components == 1 else factors[0]
-                if luma in INDEXED_SAMPLINGS and {*factors[1:]} <= {(1, 1)}:
-                    self.across = -(-width // (8 * luma[0]))
-                    self.down = -(-height // (8 * luma[1]))
+                mcu = find_mcu([divmod(jpeg[at + 11 + 3 * n], 16) for n in range(components)])
+                self.across, self.down = -(-width // (8 * mcu[0])), -(-height // (8 * mcu[1]))
             elif marker == DRI:
                 (self.interval,) = struct.unpack_from(">H", jpeg, at + 4)
             at += 2 + length

@@ -60,7 +60,7 @@ PAGE = 4096
 GAP_SHARE = 0.04
 # Bytes of a joined range: it is in memory until it is written.
 RANGE_BYTES = 2**23
-# The share of the disk's free space that is used if no size is given.
+# The share of the disk's free space that a copy may take.
 DISK_SHARE = 0.9
 # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 PUNCH = 3
@@ -206,16 +206,15 @@ class SampleCache:
     Args:
         copy: the copy's folder.
         extents: the bytes of each of N samples; UserError if two samples share bytes.
-        capacity: bytes that samples may take on the disk; 0 for DISK_SHARE of what is free.
         read: reads ranges of an object.
 
     Attributes:
         fetched: bytes that this process fetched.
-        capacity: in bytes.
+        capacity: bytes that samples may take on the disk.
         is_bounded: whether the capacity is below what all samples take.
     """
 
-    def __init__(self, copy: CachedFiles, extents: Extents, capacity: int, read: ReadMany) -> None:
+    def __init__(self, copy: CachedFiles, extents: Extents, read: ReadMany) -> None:
         self._copy, self._read, self.fetched = copy, read, 0
         self._counting = threading.Lock()
         self._file, self._start = extents.file, extents.offset
@@ -234,8 +233,8 @@ class SampleCache:
             self._descriptors += [open_own(path, os.O_RDWR) for path in copy.paths]
         # Present since before this process, so not known to be on the disk.
         self._unverified = self._index != 0
-        free, here = os.statvfs(copy.folder), int(self._room[self._unverified].sum())
-        self.capacity = capacity or int(DISK_SHARE * (free.f_bavail * free.f_frsize + here))
+        here = int(self._room[self._unverified].sum())
+        self.capacity = int(DISK_SHARE * (count_free(copy.folder) + here))
         self.is_bounded = int(self._room.sum()) > self.capacity
 
     def close(self) -> None:
@@ -395,6 +394,12 @@ def open_map(path: Path, count: int, dtype: np.dtype) -> np.memmap:
         os.close(descriptor)
 
 
+def count_free(folder: Path) -> int:
+    """Return the bytes that are free on the disk of a folder."""
+    free = os.statvfs(folder)
+    return free.f_bavail * free.f_frsize
+
+
 def punch_hole(descriptor: int, offset: int, size: int, folder: Path) -> None:
     """Free the disk space of a part of a file, which reads as zeros then."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -405,6 +410,6 @@ def punch_hole(descriptor: int, offset: int, size: int, folder: Path) -> None:
         if ctypes.get_errno() not in (errno.EOPNOTSUPP, errno.ENOSYS):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(folder))
     raise UserError(
-        f"{folder}: its file system cannot free parts of files; name a folder on another with "
-        "--cache, or give --cache-bytes the size of the dataset"
+        f"{folder}: its file system cannot free parts of files and has no room for the dataset; "
+        "name a folder on another with --cache"
     )

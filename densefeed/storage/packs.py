@@ -1,11 +1,12 @@
 """Import published score maps, one small file per image, into a store.
 
 A pack is a folder `<class>/<name>.pt` (or `.npy`) beside an ImageFolder of the same classes and
-names. TokenLabeling's and ReLabel's packs have this form, and folders of NumPy arrays may. Each
-file holds one array `[2, k, S, S]`: [0] the logits of the cell's top k classes, [1] the class ids,
-as floats. TokenLabeling's arrays are float16 with S = 18 and k = 5, ReLabel's float32 with S = 15.
-By convention a class that is not named has logit 0 (`absent` = `zero-logit`). The stored logsumexp
-is the one of this convention, because packs do not contain the teacher's own.
+names, or beside tar or Parquet files of images with the same names. TokenLabeling's and ReLabel's
+packs have this form, and folders of NumPy arrays may. Each file holds one array `[2, k, S, S]`: [0]
+the logits of the cell's top k classes, [1] the class ids, as floats. TokenLabeling's arrays are
+float16 with S = 18 and k = 5, ReLabel's float32 with S = 15. By convention a class that is not
+named has logit 0 (`absent` = `zero-logit`). The stored logsumexp is the one of this convention,
+because packs do not contain the teacher's own.
 
 The files do not contain which part of an image they cover, nor which axis comes first, so both are
 declared at import.
@@ -18,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -34,9 +35,11 @@ from densefeed.storage.score_maps import (
     find_non_finite,
     split_runs,
 )
+from densefeed.storage.selection import take_name
 from densefeed.storage.tensor_files import TensorError, TensorFiles
 from densefeed.system.errors import UserError
 from densefeed.system.files import replace_file
+from densefeed.system.object_url import check_local
 from densefeed.system.prefetch import ordered_map
 from densefeed.system.progress import steps_bar
 from densefeed.system.terminal import escape_controls
@@ -53,6 +56,8 @@ PROBES = 64
 NAMED = 5
 # Number of integers from 0 that a float represents exactly, by its bytes.
 EXACT = {2: 2**11, 4: 2**24, 8: 2**53}
+# Of names that do not identify an image.
+REMEDY = "give the class folders of images and maps the same names, or each image a name of its own"
 # Logit of the image's label where there is no map: probability 1 - 2e-6 among 1,000 classes.
 SURE = 20.0
 
@@ -77,7 +82,7 @@ PUBLISHED = {
 
 # ------------------------------------------------------------------------- files of images
 
-NONE, WHOLE_STEM, FIRST_DOT, SHARED = range(4)
+NONE, WHOLE_STEM, FIRST_DOT, SHARED, NAME_ALONE = range(5)
 
 
 @dataclass
@@ -85,8 +90,8 @@ class Matching:
     """The file of each image.
 
     `rule` uint8 `[N]` is one of NONE (no file), WHOLE_STEM (`a.b.jpg` has `a.b.pt`), FIRST_DOT
-    (`a.b.jpg` has `a.pt`, as the published code names it) and SHARED (several images match this
-    file, so its image is not known).
+    (`a.b.jpg` has `a.pt`, as the published code names it), SHARED (several images match this file,
+    so its image is not known) and NAME_ALONE (in whatever folders image and file are).
     """
 
     root: Path
@@ -94,9 +99,19 @@ class Matching:
     rule: np.ndarray
     extra: int = 0  # number of files that belong to no image
     extra_names: list[str] = field(default_factory=list)  # the first of them
+    # the folder of each file by its name, where images and files match by names alone
+    folders: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def matched(self) -> np.ndarray:
+        """Images that have a file, int64."""
+        return np.flatnonzero((self.rule != NONE) & (self.rule != SHARED))
 
     def file(self, path: str, rule: int) -> Path:
         """Return the file of an image, given the image's path."""
+        if rule == NAME_ALONE:
+            name = take_name(path)
+            return self.root / self.folders[name] / (name + self.suffix)
         return self.root / (map_stem(path, rule == WHOLE_STEM) + self.suffix)
 
 
@@ -111,10 +126,12 @@ def map_stem(path: str, whole: bool) -> str:
 
 
 def match(images: Images, labels: Path) -> Matching:
-    """Find the file of every image, folder by folder.
+    """Find the file of every image, folder by folder; if no image has one, by the names alone.
 
-    Raises UserError if `labels` is not a folder, or holds no maps or two kinds of files.
+    Raises UserError if `labels` is not a folder, or holds no maps or two kinds of files, or if
+    images match by names alone and a name is that of several images or files.
     """
+    check_local(labels)
     if not labels.is_dir():
         raise UserError(
             f"{labels} is not a folder; give the folder of class folders with .pt or .npy files"
@@ -160,7 +177,41 @@ def match(images: Images, labels: Path) -> Matching:
     if len(kinds) > 1:
         raise UserError(f"{labels} holds both .pt and .npy files; move one kind away")
     (found.suffix,) = kinds
+    if not len(found.matched):
+        match_names_alone(found, images)
     return found
+
+
+def match_names_alone(found: Matching, images: Images) -> None:
+    """Find the file of every image by its name without folders, which is WebDataset's key.
+
+    Changes `found` if there is one. UserError if a name is that of several images or files.
+    """
+    names = [take_name(path) for path in images.paths]
+    wanted, extra = Counter(names), []
+    folders = ["", *sorted(entry.name for entry in os.scandir(found.root) if entry.is_dir())]
+    for folder in folders:
+        for stem in sorted(list_maps(found.root, folder, Counter())):
+            name = stem.rpartition("/")[2]
+            if name not in wanted:
+                extra.append(stem)
+            elif wanted[name] > 1:
+                raise UserError(
+                    f"{found.root} has {stem}{found.suffix}, and {wanted[name]:,} images of "
+                    f"{images.root} are called {name}; {REMEDY}"
+                )
+            elif name in found.folders:
+                raise UserError(
+                    f"{found.root} has {found.folders[name]}/{name}{found.suffix} and "
+                    f"{stem}{found.suffix}, and one image of {images.root} is called {name}; "
+                    f"{REMEDY}"
+                )
+            else:
+                found.folders[name] = folder
+    if found.folders:
+        there = np.array([name in found.folders for name in names])
+        found.rule[:] = np.where(there, NAME_ALONE, NONE)
+        found.extra, found.extra_names = len(extra), extra[:NAMED]
 
 
 def list_maps(root: Path, folder: str, kinds: Counter) -> set[str]:
@@ -269,6 +320,7 @@ class Pack:
     axes: Axes  # order of a file's last two axes
     teacher: str
     input_size: int  # of the teacher, pixels
+    reference: str = ""  # the model that the maps are compared with
 
     def header(self, images: Images) -> StoreHeader:
         """Return the header of the store.
@@ -277,17 +329,28 @@ class Pack:
         """
         # A JSON text cannot hold bytes of a name that are not UTF-8.
         name = escape_controls(self.matching.root.resolve().name)
+        axes = f"axes {self.axes}"
+        if self.reference:
+            # Of a path its name: the same maps give the same file in another folder.
+            axes += f" by reference {escape_controls(Path(self.reference).name)}"
         return StoreHeader(
             side=self.side,
             top_k=self.top_k,
             num_classes=len(images.class_names),
             absent="zero-logit",
-            teacher=f"{escape_controls(self.teacher)} (pack {name}, axes {self.axes})",
+            teacher=f"{escape_controls(self.teacher)} (pack {name}, {axes})",
             input_size=self.input_size,
             geometry=self.footprint,
             fingerprint=images.fingerprint(),
             class_names=tuple(images.class_names),
         )
+
+
+def lacks_reference(teacher: str) -> bool:
+    """Whether a header's `teacher` states that maps were imported without a reference."""
+    return "(pack " in teacher and teacher.endswith(
+        tuple(f", axes {axes})" for axes in get_args(Axes))
+    )
 
 
 class Part(NamedTuple):
@@ -308,11 +371,14 @@ def probe(images: Images, matching: Matching) -> tuple[int, int]:
 
     Raises UserError if none can be read.
     """
-    matched = np.flatnonzero(np.isin(matching.rule, (WHOLE_STEM, FIRST_DOT)))
+    matched = matching.matched
     if not len(matched):
+        shared = np.flatnonzero(matching.rule == SHARED)
+        why = "the names of maps and images, without their endings, must be the same"
+        if len(shared):
+            why = f"several images would have one map, as {images.paths[shared[0]]}; rename them"
         raise UserError(
-            f"{matching.root} has no map of any image in {images.root}; "
-            "class folders and names must be the same in both"
+            f"{matching.root} has no map of any image in {images.root}, as {images.paths[0]}; {why}"
         )
     files, shapes, reason = TensorFiles(), Counter(), ""
     for index in matched[sample_evenly(len(matched), PROBES)]:
@@ -368,8 +434,7 @@ def import_pack(
         if report.problems and missing == "raise":
             raise UserError(
                 f"{report}; fix these files and run this again, which reads only them, "
-                "or add --missing label: images without a map are then labeled by their class "
-                "folder"
+                "or add --missing label: images without a map are then labeled by their class"
             )
         lacking = np.flatnonzero(~writer.done)
         if report.problems:

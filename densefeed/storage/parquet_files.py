@@ -4,12 +4,15 @@ The images of a row group (100 rows in files of Hugging Face, about 10 MB) are u
 together, often as the dictionary of the column, so one of them costs as much to read as all. A
 cache of CACHE bytes keeps the row groups read last. Labeling, packing and evaluation read them in
 order. Training shuffles a data set that fits in the cache, and others in blocks (`blocks`).
+
+Files are exchanged, and what they hold is bounded after decompression and decoding: a dictionary's
+entry is stored once, however many rows name it, and a row of nulls takes no bytes at all.
 """
 
 import io
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,6 +21,7 @@ import numpy as np
 
 from densefeed.storage.shard_file import ShardFile, find_state, open_shard
 from densefeed.system.errors import UserError, first_line
+from densefeed.system.files import MOST_PATH
 from densefeed.system.object_url import ObjectURL
 
 if TYPE_CHECKING:
@@ -26,12 +30,23 @@ if TYPE_CHECKING:
 
 # Bytes of the row groups that a process keeps in memory.
 CACHE = 2**30
-# Bytes of a column of a row group. It is in memory two to three times while it is read.
+# Bytes of a row group. It is in memory two to three times while it is read.
 MOST_GROUP = 2**30
+# Bytes of a row group per byte of its file, above SPARE. Photographs have about 1.
+PACKED = 32
+# Bytes decoded at once. With 2**26 a row group of 60,000 images of 300 bytes takes 2.6 times
+# as long.
+BATCH = 2**27
+# Bytes that a column of a row group may decode to beyond those that are stored, where rows repeat
+# entries of a dictionary: more than a batch. Least bytes of a file's labels, or names, that are
+# too many.
+SPARE = 3 * 2**26
+# Rows of a file of any size, and bytes of a file per row beyond them. A PNG of one pixel has 67.
+MOST_ROWS, ROW_BYTES = 2**18, 32
 
 
 class RowGroup(NamedTuple):
-    """A row group: its file, its number in it, and the bytes of its images when decompressed."""
+    """A row group: its file, its number in it, and its bytes when decompressed."""
 
     file: int
     number: int
@@ -58,27 +73,49 @@ class ParquetFile(NamedTuple):
     def path(self) -> Path | ObjectURL:
         return self.file.path
 
-    def read(self, column: str, number: int) -> "pa.Array":
-        """Read the leaf `column` of row group `number`; a leaf of a struct without the struct.
+    @property
+    def rows(self) -> list[int]:
+        """The number of rows of each row group."""
+        return [self.metadata.row_group(n).num_rows for n in range(self.metadata.num_row_groups)]
+
+    def read(self, column: str, number: int, whole: bool = False) -> Iterator["pa.Array"]:
+        """Yield the leaf `column` of row group `number` in parts, without the struct around it.
+
+        `whole`: in one part, because its values have a few bytes each. By default a part has as
+        many rows as take BATCH bytes at most, also if each has all bytes of the row group.
 
         Raises OSError if the file changed since it was opened, or is damaged. StorageError if an
-        object cannot be read, UserError if it was replaced.
+        object cannot be read. UserError if it was replaced, and if the parts take more than SPARE
+        bytes beyond those of the row group and of the file.
         """
         import pyarrow as pa
         import pyarrow.parquet as pq
 
+        size, rows = count_bytes(self, number), self.metadata.row_group(number).num_rows
+        # Every row may name an entry of a dictionary that has nearly all of these bytes.
+        at_once = max(1, rows if whole else min(rows, BATCH // max(1, size)))
+        most = max(size, self.file.state[0]) + SPARE
+        found, left = 0, most
         try:
             # Reads of several threads at once are the threads of the caller.
             with (
                 self.file.open() as file,
                 pq.ParquetFile(file, metadata=self.metadata, pre_buffer=False) as reader,
             ):
-                table = reader.read_row_group(number, [column], use_threads=False)
-            array = pa.concat_arrays(table.column(0).chunks)
-            if len(array) != self.metadata.row_group(number).num_rows:
+                for batch in reader.iter_batches(at_once, [number], [column], use_threads=False):
+                    array = batch.column(0)
+                    # With the nulls of the struct.
+                    array = array.flatten()[0] if pa.types.is_struct(array.type) else array
+                    found, left = found + len(array), left - array.nbytes
+                    if left < 0:
+                        raise UserError(
+                            f"{self.path}: row group {number} has {size:,} bytes, and {column} "
+                            f"with its repeated values more than {most:,}; write the file again "
+                            "in row groups of 100 rows"
+                        )
+                    yield array
+            if found != rows:
                 raise pa.ArrowInvalid("its rows are not as many as stated")
-            # With the nulls of the struct.
-            return array.flatten()[0] if pa.types.is_struct(array.type) else array
         # StorageError is an OSError too.
         except UserError:
             raise
@@ -115,12 +152,12 @@ class ParquetImages:
         first = 0
         for number, file in enumerate(files):
             self._file_firsts.append(first)
-            for group in range(file.metadata.num_row_groups):
-                self._groups.append(RowGroup(number, group, count_bytes(file, column, group)))
+            for group, rows in enumerate(file.rows):
+                self._groups.append(RowGroup(number, group, count_bytes(file, group)))
                 self._firsts.append(first)
-                first += file.metadata.row_group(group).num_rows
+                first += rows
         self._lock, self._reading = Lock(), {}
-        self._cache: OrderedDict[int, pa.Array] = OrderedDict()
+        self._cache: OrderedDict[int, pa.ChunkedArray] = OrderedDict()
 
     def where(self, index: int) -> str:
         """Name of sample `index` for error messages."""
@@ -156,8 +193,10 @@ class ParquetImages:
             )
         return Blocks(rows, window)
 
-    def _read(self, group: int) -> "pa.Array":
+    def _read(self, group: int) -> "pa.ChunkedArray":
         """Return the images of a row group, from the cache if they are there."""
+        import pyarrow as pa
+
         with self._lock:
             lock = self._reading.setdefault(group, Lock())
         # One thread reads it. Others that need it wait, and those of other row groups do not.
@@ -167,12 +206,12 @@ class ParquetImages:
                     self._cache.move_to_end(group)
                     return self._cache[group]
             file, number, _ = self._groups[group]
-            images = self._files[file].read(f"{self._column}.bytes", number)
+            images = pa.chunked_array(self._files[file].read(f"{self._column}.bytes", number))
             with self._lock:
                 self._keep(group, images)
             return images
 
-    def _keep(self, group: int, images: "pa.Array") -> None:
+    def _keep(self, group: int, images: "pa.ChunkedArray") -> None:
         """Put a row group into the cache, and remove those read longest ago."""
         self._cache[group] = images
         size = sum(kept.nbytes for kept in self._cache.values())
@@ -195,13 +234,15 @@ def open_parquet(path: Path | ObjectURL) -> ParquetFile:
     try:
         with open_shard(path) as file:
             state = find_state(file)
-            metadata = pq.read_metadata(file)
-            # Damage of the schema appears here.
-            metadata.schema.to_arrow_schema()
-            return ParquetFile(ShardFile(path, state), metadata)
+            found = ParquetFile(ShardFile(path, state), pq.read_metadata(file))
+            # Damage of the schema, and of names that are not UTF-8, appears here.
+            found.metadata.schema.to_arrow_schema()
+            if any(rows < 0 for rows in found.rows):
+                raise pa.ArrowInvalid("a row group has fewer than no rows")
+            return found
     except UserError:
         raise
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeError) as error:
         if isinstance(error, OSError) and error.errno:
             raise
         raise UserError(
@@ -210,35 +251,88 @@ def open_parquet(path: Path | ObjectURL) -> ParquetFile:
         ) from error
 
 
-def count_bytes(file: ParquetFile, column: str, number: int) -> int:
-    """Return the bytes, decompressed, of all leaves of a column in a row group.
+def check_rows(files: Sequence[ParquetFile], rows: int) -> None:
+    """Raise UserError if the files state more rows than their bytes can hold images.
 
-    UserError for more than memory should hold at once.
+    A row of nulls, or one that repeats another, takes no bytes.
     """
-    group = file.metadata.row_group(number)
-    leaves = (group.column(n) for n in range(group.num_columns))
-    size = sum(
-        leaf.total_uncompressed_size
-        for leaf in leaves
-        if leaf.path_in_schema.partition(".")[0] == column
-    )
-    if not 0 <= size <= MOST_GROUP:
+    size = sum(file.file.state[0] for file in files)
+    if rows > max(MOST_ROWS, size // ROW_BYTES):
         raise UserError(
-            f"{file.path}: column {column} of row group {number} has {size:,} bytes, and a row "
-            f"group is read as a whole; write row groups of at most {MOST_GROUP:,} bytes"
+            f"{files[-1].path}: {rows:,} rows in {size:,} bytes are more than images can be; "
+            "remove the rows without an image, and those that repeat others"
+        )
+
+
+def count_bytes(file: ParquetFile, number: int) -> int:
+    """Return the bytes, decompressed, that the footer states for a row group.
+
+    UserError for more than memory should hold at once. (pyarrow has the bytes of each column too,
+    but ends the process where that part of the footer is damaged.)
+    """
+    size = file.metadata.row_group(number).total_byte_size
+    most = min(MOST_GROUP, max(SPARE, PACKED * file.file.state[0]))
+    if not 0 <= size <= most:
+        raise UserError(
+            f"{file.path}: row group {number} has {size:,} bytes, and is read as a whole; write "
+            f"row groups of at most {most:,} bytes"
         )
     return size
 
 
 def read_column(file: ParquetFile, column: str) -> "pa.ChunkedArray":
-    """Read a small column (labels, names) of all row groups. UserError if it is damaged."""
+    """Read a column of integers of all row groups. UserError as `read_groups`."""
     import pyarrow as pa
 
-    parts = []
+    parts = list(read_groups(file, column, whole=True))
+    return pa.chunked_array(parts) if parts else pa.chunked_array([], pa.int64())
+
+
+def read_texts(file: ParquetFile, column: str) -> list[str | None]:
+    """Read a column of texts, or of a dictionary of texts, of all row groups.
+
+    UserError as `read_groups`, and for a text that is not UTF-8 or longer than a path.
+    """
+    import pyarrow as pa
+
+    types = {field.name: field.type for field in file.metadata.schema.to_arrow_schema()}
+    encoded, texts = pa.types.is_dictionary(types.get(column, pa.null())), []
+    for array in read_groups(file, column, encoded):
+        try:
+            values = (array.dictionary if encoded else array).to_pylist()
+        except UnicodeDecodeError:
+            raise UserError(f"{file.path}: column {column} is not UTF-8; write it again") from None
+        longest = max((len(text) for text in values if text), default=0)
+        if longest > MOST_PATH:
+            raise UserError(
+                f"{file.path}: column {column} holds a text of {longest:,} characters, more than "
+                f"the {MOST_PATH:,} of a path; write it with shorter ones"
+            )
+        if encoded:
+            values = [None if n is None else values[n] for n in array.indices.to_pylist()]
+        texts += values
+    return texts
+
+
+def read_groups(file: ParquetFile, column: str, whole: bool = False) -> Iterator["pa.Array"]:
+    """Yield a column of labels or names of all row groups in parts, `whole` as `ParquetFile.read`.
+
+    UserError if it is damaged, or takes more than SPARE bytes and than the file with its images.
+    """
+    left = most = max(SPARE, file.file.state[0])
+    fault = UserError(
+        f"{file.path}: column {column} takes more than {most:,} bytes, and a column of labels or "
+        "names less than the images; write it with shorter texts"
+    )
     try:
         for number in range(file.metadata.num_row_groups):
-            count_bytes(file, column.partition(".")[0], number)
-            parts.append(file.read(column, number))
+            for array in file.read(column, number, whole):
+                left -= array.nbytes
+                if left < 0:
+                    raise fault
+                yield array
+    # StorageError is an OSError too.
+    except UserError:
+        raise
     except OSError as error:
         raise UserError(f"{error.filename}: {error.strerror}") from error
-    return pa.chunked_array(parts) if parts else pa.chunked_array([], pa.null())

@@ -12,12 +12,14 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
+from densefeed.storage.dataset_names import describe_difference
 from densefeed.storage.images import Images
 from densefeed.storage.maintenance import copy, summary
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.storage.shard_plan import PLAN, read_plan
 from densefeed.system.errors import UserError
 from densefeed.system.object_folder import ObjectFolder
+from densefeed.system.object_url import ObjectURL
 from densefeed.system.options import Location
 from densefeed.system.terminal import print
 
@@ -54,6 +56,23 @@ def match_names(stored: list[str], wanted: list[str]) -> np.ndarray:
     raise LookupError(f"{len(missing):,} have none, the first {missing[0]}")
 
 
+def find_rows(
+    store: ScoreMapStore, images: Images, where: Path | ObjectURL, split: str = ""
+) -> np.ndarray:
+    """Return the row of each image's map, int64.
+
+    The images may be a part of those that were labeled, if they were divided by SplitOptions.
+
+    Raises UserError, which calls the images `where` and `split`, if the store is of others.
+    """
+    whole = images.whole
+    if whole is not None and store.describes(whole.fingerprint()):
+        store.check_rows(whole.labels, whole.paths, where)
+        return images.rows
+    store.check(images.fingerprint(), images.labels, images.paths, where, split)
+    return np.arange(len(images))
+
+
 def select(store: ScoreMapStore, images: Images, out: Path) -> ScoreMapStore:
     """Write the maps of `images` in their order to `out`, unchanged, and return the new store.
 
@@ -63,9 +82,11 @@ def select(store: ScoreMapStore, images: Images, out: Path) -> ScoreMapStore:
     """
     header = store.header
     if len(header.class_names) != len(images.class_names):
+        names = header.class_names, images.class_names
+        difference = describe_difference(names[0], "in the maps", names[1], "in the images")
         raise UserError(
             f"{store.path} is of {len(header.class_names)} classes and {images.root} has "
-            f"{len(images.class_names)}; select maps for images of the same classes"
+            f"{len(images.class_names)} ({difference}); select maps for images of the same classes"
         )
     try:
         rows = match_names(store.paths(), images.paths)

@@ -79,8 +79,8 @@ class StoreHeader:
         """Raise UserError, which names `where`, if no store that can be read has this header."""
         if problem := find_header_fault(json.loads(self.to_json())):
             raise UserError(
-                f"{where} cannot be written: {problem}; choose a smaller --top-k, --input-size or "
-                "--tiles, or another teacher"
+                f"{where} cannot be written: {problem}; choose a smaller --input-size, in labeling "
+                "--top-k or --tiles, or another teacher"
             )
 
     def check_same(self, other: "StoreHeader", where: Path) -> None:

@@ -15,15 +15,15 @@ from densefeed.system.collector import ignore_imports
 from densefeed.system.terminal import STDERR, STDOUT, flush_stdout, name_stream, print
 
 REMEDIES = {
-    errno.ENOSPC: "the disk is full; free some space or choose another --out",
+    errno.ENOSPC: "the disk is full; free some space or choose another place",
     errno.EFBIG: "the file grew past the limit of this file system or shell (ulimit -f)",
-    errno.EDQUOT: "the disk quota is used up; free some space or choose another --out",
-    errno.EIO: "the disk failed to read or write; check it, or choose another --out",
+    errno.EDQUOT: "the disk quota is used up; free some space or choose another place",
+    errno.EIO: "the disk failed to read or write; check it, or choose another place",
     errno.EACCES: "no permission; change its owner or mode, or choose another place",
     errno.EPERM: "no permission; change its owner or mode, or choose another place",
-    errno.EROFS: "the file system is read-only; choose another --out",
+    errno.EROFS: "the file system is read-only; choose another place",
     errno.ENOENT: "there is no such file or folder; check the path",
-    errno.EEXIST: "a file stands where a folder is needed; choose another --out",
+    errno.EEXIST: "a file stands where a folder is needed; choose another place",
     errno.ENOTDIR: "a part of this path is a file, not a folder; check the path",
     errno.EISDIR: "this is a folder where a file is expected; check the path",
     errno.ELOOP: "symbolic links lead around in a circle; remove one of them",
@@ -154,7 +154,10 @@ def run(main: Callable[[], object]) -> None:
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        stop(f"out of memory ({first_line(error)}); give a smaller --batch or fewer --threads")
+        stop(
+            f"out of memory ({first_line(error)}); end other programs, or give a smaller --batch "
+            "or fewer --threads where the command has them"
+        )
     except KeyboardInterrupt:
         # 128 + SIGINT.
         leave("interrupted", 130)
@@ -181,6 +184,7 @@ def make_command(
 ) -> Callable[[], None]:
     """Return the command that calls `main` with `options` from the command line.
 
+    `options` is a class of options (system/options.py).
     With `sigterm`, SIGTERM ends it as Ctrl-C does, and not at once.
     """
 
@@ -194,6 +198,9 @@ def make_command(
         def call() -> None:
             with name_stream(STDOUT):
                 given = tyro.cli(options, description=description)
+            # Not every command's class of options derives from Options.
+            if hasattr(given, "check_named"):
+                given.check_named(sys.argv[1:])
             main(given)
 
         run(call)

@@ -9,7 +9,7 @@ import ast
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -102,6 +102,10 @@ class Options:
         Where another option overrides the leaf, it is named by `Beside("--frozen-statistics")`.
         """
         return {}
+
+    def check_named(self, words: Iterable[str]) -> None:
+        """Raise UserError for an option of a command line that has no effect beside the others."""
+        refuse_unused(unused_leaves(self), named_options(words))
 
 
 def own_first(options: Class) -> Class:
@@ -197,6 +201,16 @@ def unused_leaves(options: Any) -> dict[str, str]:
         if dataclasses.is_dataclass(value := getattr(options, field.name)):
             found |= unused_leaves(value)
     return found
+
+
+def refuse_unused(unused: Mapping[str, str], given: Collection[str]) -> None:
+    """Raise UserError for a `given` option that is in `unused`, which is that of `Options`."""
+    for name, needed in unused.items():
+        if name in given:
+            why = f"without {needed}; remove it, or give {needed}"
+            if isinstance(needed, Beside):
+                why = f"beside {needed}; give one of the two"
+            raise UserError(f"{flag(name)} has no effect {why}")
 
 
 def with_options(options: Nested, **values: Any) -> Nested:

@@ -14,6 +14,9 @@ interrupted call continues; scenes, teacher and score maps are those of `densefe
 differences within the deviations are inconclusive, and regularizers cost accuracy.
 """
 
+if not __package__:
+    import script_start  # noqa: F401
+
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -4,7 +4,8 @@
     densefeed advise deit_s_224 --data imagenet --batch 512
 
 It takes the recipe and the options of the training; --val, --out, --loader and --threads may be
-left out. Every loader that can read the data is timed alone with each number of threads. The step
+left out. Every loader that can read the data, or the one that --loader names, is timed alone with
+each number of threads, or with --threads. The step
 is that of the training, from the copy to the device and the augmentation to the update and the EMA;
 it is timed alone, on one batch that a loader made. The combined rate is an estimate, not a
 measurement: it is limited by the slower of the two, and by the cores, of which each image costs a
@@ -12,11 +13,14 @@ share in the loader and a share in the step (on a GPU, the thread that launches 
 measurements take seconds and are not a benchmark: nothing is appended to benchmarks/results.csv.
 """
 
+if not __package__:
+    import script_start  # noqa: F401
+
 import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -39,7 +43,7 @@ from densefeed.step import Step
 from densefeed.system.devices import CORES, choose_device, synchronize
 from densefeed.system.errors import UserError, is_out_of_memory, run
 from densefeed.system.malloc import tune_malloc
-from densefeed.system.options import with_options
+from densefeed.system.options import flag, named_options, with_options
 from densefeed.system.progress import steps_bar
 from densefeed.system.terminal import print, print_table
 from densefeed.training.build import autocast_dtype, build_model
@@ -137,9 +141,11 @@ def recommend(
     the size of the images as planes, bytes; 0 if they are not JPEGs of a .beton.
     """
     loader, threads, speed = advice.choice
-    words = ["densefeed", "train", *words, "--loader", loader, "--threads", threads]
-    for option, value in (("--val", "VAL"), ("--out", "RUN")):
-        words += [] if option in words else [option, value]
+    given, words = named_options(words), ["densefeed", "train", *words]
+    if "val_fraction" in given:
+        given.add("val")
+    for name, value in (("loader", loader), ("threads", threads), ("val", "VAL"), ("out", "RUN")):
+        words += [] if name in given else [flag(name), value]
     trains = f"`{shlex.join(map(str, words))}` trains about {format_rate(advice.images_per_s)}"
     loader_rate, step_rate = format_rate(speed.images_per_s), format_rate(step.images_per_s)
     if advice.bottleneck == "step":
@@ -181,16 +187,21 @@ def median_speed(speeds: list[Throughput]) -> Throughput:
     return Throughput(*map(median, zip(*speeds, strict=True)))
 
 
-def open_loaders(config: Config) -> dict[tuple[str, int], ThreadedLoader]:
+def open_loaders(
+    config: Config, given: Collection[str] = ()
+) -> dict[tuple[str, int], ThreadedLoader]:
     """Open every kind of loader that can read the data, with each number of threads.
 
-    Raises UserError if none can.
+    Where `loader` or `threads` is a `given` option, it is the only one. Raises UserError if none
+    can read the data.
     """
+    kinds = [config.data.loader] if "loader" in given else LOADERS
+    counts = [config.data.threads] if "threads" in given else thread_counts(CORES)
     batch = min(config.optim.batch, LOADER_BATCH // config.data.repeats * config.data.repeats)
     opened, errors = {}, []
-    for kind in LOADERS:
+    for kind in kinds:
         try:
-            for threads in thread_counts(CORES):
+            for threads in counts:
                 data = replace(config.data, loader=kind, threads=threads)
                 opened[kind, threads] = open_dataset(data, "train", batch=batch, seed=0)
         except UserError as error:
@@ -261,7 +272,7 @@ def build_step(config: Config, device: torch.device) -> Callable[[], int]:
         model, _ = build_model(options, config.data, objective, loader.num_classes)
         student = build_trainable(options, optim, run, objective, model, ranks)
         dtype, trainable = autocast_dtype(run.precision, device), student.trainable
-        compute = compile_step(run.compile, trainable, options.drop_path_form)
+        compute = compile_step(run.compile, trainable)
         step = Step(loader, trainable, objective, config.data, config.augment, dtype, compute)
     nothing_seen = torch.zeros(2, dtype=torch.float64)
     monitor = TrainMonitor(student, step, ranks, run.out, nothing_seen, 0)
@@ -331,9 +342,10 @@ def measure_step(config: Config) -> tuple[Throughput, dict]:
 
 def main() -> dict:
     """Measure, choose and print; return what was measured."""
-    config = read_config(__doc__, val=Path("VAL"), out=Path("RUN"))
+    config = read_config(__doc__, out=Path("RUN"))
     # The load is read before anything is measured, which would itself be load.
-    warning, loaders = describe_load(CORES), open_loaders(config)
+    warning, given = describe_load(CORES), named_options(sys.argv[2:])
+    loaders = open_loaders(config, given)
     with ExitStack() as stack:
         first, *_ = [stack.enter_context(closing(loader)) for loader in loaders.values()]
         candidates = measure_loaders(loaders)

@@ -9,6 +9,9 @@ which part of the image they cover, and whether each is stored at its own image.
 that a fault was found.
 """
 
+if not __package__:
+    import script_start  # noqa: F401
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +21,8 @@ import numpy as np
 import tyro
 from PIL import Image
 
-from densefeed.pages.templates import INKS, TEMPLATES, picture
+from densefeed.pages.templates import TEMPLATES, picture
+from densefeed.pages.tokens import draw_labels
 from densefeed.relabel.audit import (
     VERDICTS,
     AuditResult,
@@ -29,7 +33,8 @@ from densefeed.relabel.audit import (
 )
 from densefeed.relabel.load_teacher import load_references
 from densefeed.relabel.reference_match import ORIENTATIONS, References
-from densefeed.storage.images import DecodeOptions, Images, decode, limit_pixels
+from densefeed.storage.beton_images import open_images
+from densefeed.storage.images import DecodeOptions, SplitOptions, decode, limit_pixels
 from densefeed.storage.row_codecs import cell_targets
 from densefeed.storage.store_folder import open_rows, read_manifest
 from densefeed.system.devices import DeviceOptions, ThreadOptions
@@ -51,7 +56,7 @@ BEFORE_ACCURACY = ("logits", "images", "class names", "class list", "labels", "r
 
 @own_first
 @dataclass(frozen=True, kw_only=True)
-class AuditOptions(DecodeOptions, ThreadOptions, DeviceOptions):
+class AuditOptions(SplitOptions, DecodeOptions, ThreadOptions, DeviceOptions):
     """Score maps to audit, and what to compare them with."""
 
     maps: tyro.conf.Positional[Path]  # score maps: an HDF5 file, or a folder of shards
@@ -61,7 +66,8 @@ class AuditOptions(DecodeOptions, ThreadOptions, DeviceOptions):
     # name of the dataset, from the list in the --help of packing, if the data is not a folder of
     # class folders
     dataset: str = ""
-    split: str = "train"  # split of the images
+    # split of the images; with --val-fraction, as in labeling, train or val
+    split: str = "train"
     # reference to compare the maps with: a timm model, a checkpoint, or a run folder of densefeed
     # train
     teacher: str = ""
@@ -70,6 +76,15 @@ class AuditOptions(DecodeOptions, ThreadOptions, DeviceOptions):
     images: Annotated[int, Bounds(2)] = 300  # images shown to the reference
     # read all rows of a file of more than 100,000, of which otherwise 20,480 are read
     every_row: bool = False
+
+    def unused(self) -> dict[str, str]:
+        found = {}
+        if not self.teacher:
+            names = "model", "input_size", "images", "threads", "device"
+            found |= dict.fromkeys(names, "--teacher")
+        if self.data is None:
+            found |= dict.fromkeys(("dataset", "split", "max_pixels"), "--data")
+        return found
 
 
 def main(options: AuditOptions) -> None:
@@ -90,7 +105,10 @@ def main(options: AuditOptions) -> None:
     numbers = options.json or out.with_suffix(".json")
     check_ending(numbers, ".json", "--json")
     check_replaceable(numbers, "checks", "--json" if options.json else "--out")
-    images = Images(options.data, options.dataset, options.split) if options.data else None
+    images = None
+    if options.data:
+        images = open_images(options.data, options.dataset, options.split, options)
+        images.describe_split()
     references = open_references(options) if options.teacher else None
     result = audit(path, images, references, options.images, options.every_row, options.threads)
     text = render_page(result)
@@ -189,36 +207,12 @@ def draw_row(result: AuditResult, row: int) -> dict:
 
 
 def draw_map(result: AuditResult, row: int) -> dict:
-    """Return the rectangles of a map, placed in its image (0 to 1), and a key of its main classes.
-
-    A class ranks by the sum over its cells of the squared probability.
-    """
+    """Return the rectangles of a map, placed in its image (0 to 1), and a key of its classes."""
     header, maps = result.store.header, result.store.rows(np.array([row]))
     named, _ = cell_targets(maps, header.num_classes, header.absent)
-    best_SS, p_SS = maps.cls[0, ..., 0], named[0, ..., 0]
-    mass = np.bincount(best_SS.ravel(), p_SS.ravel() ** 2)
-    ranked = [int(c) for c in np.argsort(-mass, kind="stable") if mass[c] > 0]
-    ink = {c: INKS[at % len(INKS)] for at, c in enumerate(ranked)}
-    top, left, bottom, right = maps.window[0].tolist()
-    width, height = (right - left) / header.side, (bottom - top) / header.side
-    cells = [
-        {
-            "x": round(left + x * width, 4),
-            "y": round(top + y * height, 4),
-            "w": round(width, 4),
-            "h": round(height, 4),
-            "ink": ink[int(best_SS[y, x])],
-            "opacity": round(0.62 * float(p_SS[y, x]) ** 2, 2),
-        }
-        # At 0.2 the opacity is 0.02: what is left out would not be seen.
-        for y, x in np.argwhere(p_SS > 0.2).tolist()
-    ]
-    key = [
-        {"name": class_name(header.class_names, c), "ink": ink[c]}
-        for c in ranked[:4]
-        if mass[c] > 0.02 * mass.sum()
-    ]
-    return {"cells": cells, "key": key}
+    names = [class_name(header.class_names, c) for c in range(header.num_classes)]
+    window = tuple(maps.window[0].tolist())
+    return draw_labels(maps.cls[0, ..., 0], named[0, ..., 0], names, window)
 
 
 def list_overlays(result: AuditResult) -> list[dict]:

@@ -1,7 +1,14 @@
-"""Verify .beton files: read every byte that has a checksum and decode every image.
+"""Verify .beton files and folders of images: decode every image, and list what is damaged.
 
-densefeed beton verify train.beton val.beton
+    densefeed beton verify train.beton val.beton
+    densefeed beton verify imagenet/train imagenet/val
+
+Of a .beton every byte that has a checksum is read. A JPEG in a folder has none: damage shows where
+it breaks the code of the compressed data, and libjpeg warns of bytes that are left over.
 """
+
+if not __package__:
+    import script_start  # noqa: F401
 
 import tyro
 

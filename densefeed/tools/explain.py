@@ -15,6 +15,9 @@ shorter side, resized to the model's size. Images are read and written one batch
 their number does not change the memory that the command takes.
 """
 
+if not __package__:
+    import script_start  # noqa: F401
+
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -44,13 +47,13 @@ from densefeed.explain.heat_maps import HEAT, encode_map, gray, matrix_picture, 
 from densefeed.explain.refusals import group_refusals
 from densefeed.models.model_spec import ModelSpec, imagenet_names, is_registered
 from densefeed.pages.templates import TEMPLATES, picture
-from densefeed.pages.tokens import label_tokens, make_cells
+from densefeed.pages.tokens import draw_labels, label_tokens
 from densefeed.pipelines.augment.augmentation import Normalize
 from densefeed.pipelines.batch import crop_batch
 from densefeed.pipelines.folder import map_spec
 from densefeed.pipelines.plan import RankRows
 from densefeed.relabel.load_teacher import download
-from densefeed.storage.dataset_names import ENDINGS, natural_key
+from densefeed.storage.dataset_names import ENDINGS, SPLITS, natural_key
 from densefeed.storage.geometry import LEAST_CROP, center_box
 from densefeed.storage.image_shards import list_names
 from densefeed.storage.images import (
@@ -62,6 +65,7 @@ from densefeed.storage.images import (
     sample_evenly,
 )
 from densefeed.storage.score_maps import ScoreMapStore
+from densefeed.storage.selection import find_rows
 from densefeed.system.devices import DeviceOptions, choose_device
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import (
@@ -71,7 +75,7 @@ from densefeed.system.files import (
     open_regular,
     replace_file,
 )
-from densefeed.system.options import Bounds, Count, NonNegativeInt, own_first
+from densefeed.system.options import Beside, Bounds, Count, NonNegativeInt, own_first
 from densefeed.system.progress import steps_bar
 from densefeed.system.terminal import escape_controls, print
 from densefeed.training.load_model import (
@@ -79,6 +83,7 @@ from densefeed.training.load_model import (
     Weights,
     at_size,
     crop_input,
+    find_division,
     open_beside,
     open_trained,
 )
@@ -118,6 +123,16 @@ class Explanations(DecodeOptions, DeviceOptions):
     network: str = "model"
     batch: Count = 4  # images at once
 
+    def unused(self) -> dict[str, str]:
+        found = {}
+        if not any(path.is_dir() for path in self.images):
+            found["split"] = "a folder among --images"
+        if self.network != "model":
+            found["weights"] = Beside("--network")
+        elif not Path(self.source).exists() and is_registered(self.source):
+            found["weights"] = "a checkpoint"
+        return found
+
 
 class ImageFile(NamedTuple):
     """An image to explain."""
@@ -144,7 +159,7 @@ def open_model(options: Explanations, device: torch.device) -> Trained:
         raise UserError(f"{source} is a model of timm alone; leave out --network {name}")
     if options.model:
         raise UserError(f"{source} is a model of timm; leave out --model {options.model}")
-    model = download(source, "")
+    model = download(source)
     data = resolve_data_config(model=model)
     size = options.size or data["input_size"][-1]
     model, kwargs = at_size(model, ModelSpec(source, {}), size, path)
@@ -189,15 +204,24 @@ def choose_classes(asked: Sequence[str], trained: Trained) -> list[int]:
     return found
 
 
-def find_images(options: Explanations) -> tuple[list[ImageFile], Images | None]:
-    """Return the images to explain, and the last folder among --images. Raises UserError."""
+def find_images(options: Explanations, trained: Trained) -> tuple[list[ImageFile], Images | None]:
+    """Return the images to explain, and the last folder among --images. Raises UserError.
+
+    A folder that the model's run divided is divided alike.
+    """
     found, images = [], None
     for path in options.images:
         # A data set must have classes, and these pictures need none.
         if loose := list_loose(path):
             found += [ImageFile(file, "", 0, None) for file in loose]
         elif path.is_dir():
-            images = Images(path, split=options.split)
+            is_part = options.split in (*SPLITS[0], *SPLITS[1])
+            divided = find_division(trained, path) if is_part else None
+            if divided:
+                images = Images(path, divided.dataset, options.split, divided.division)
+            else:
+                images = Images(path, split=options.split)
+            images.describe_split("val")
             labels = images.labels.tolist()
             found += [
                 ImageFile(Path(images.where(row)), images.class_names[label], row, images)
@@ -229,24 +253,24 @@ class TokenLabels:
             raise UserError("--maps needs --images to be one folder, that of the score maps")
         self.store = store = ScoreMapStore(options.maps)
         # A row belongs to an image by its place in the folder.
-        where, split = options.images[0], options.split
-        store.check(images.fingerprint(), images.labels, images.paths, where, split)
+        self.rows = find_rows(store, images, options.images[0], options.split)
         self.spec = map_spec(store)
 
-    def __call__(self, row: int, size: tuple[int, int], crop_pct: float, grid: tuple) -> list[dict]:
-        """Return how the tokens of an image of `size` (H, W) are drawn, row by row."""
+    def __call__(self, row: int, size: tuple[int, int], crop_pct: float, grid: tuple) -> dict:
+        """Return how the tokens of an image of `size` (H, W) are drawn, as `draw_labels` does."""
         rows = np.array([row])
         maps = self.store.rows(rows)
         for fault, bad in self.store.impossible(rows, maps).items():
             if bad.any():
-                raise self.store.invalid_map(row, fault)
+                raise self.store.invalid_map(rows[0], fault)
         height_1, width_1 = np.array(size)[:, None]
         crop = center_box(height_1, width_1, crop_pct), np.array([False]), height_1, width_1
         places = RankRows(rows, np.zeros(1, np.int64), np.ones(1, np.float32))
         fields = [torch.from_numpy(part) for part in maps]
         batch = crop_batch(torch.empty(1, 0), torch.zeros(1), crop, places, fields)
         class_NT, probability_NT = label_tokens(batch, self.spec, grid)
-        return make_cells(class_NT[0], probability_NT[0], self.store.header.class_names)
+        class_RC, probability_RC = class_NT[0].reshape(grid), probability_NT[0].reshape(grid)
+        return draw_labels(class_RC, probability_RC, self.store.header.class_names)
 
 
 class Input(NamedTuple):
@@ -270,13 +294,12 @@ def read_input(file: ImageFile, trained: Trained, crop_pct: float) -> Input:
 
 
 def describe(
-    shown: Input, number: int, found: Explanation, n: int, names: list[str], cells: list[dict]
+    shown: Input, number: int, found: Explanation, n: int, names: list[str], labels: dict
 ) -> dict:
     """Return what the page shows of one image: row `n` of `found`."""
     probability = found.probability[n]
     best = probability.topk(min(LISTED, len(names)))
     photo = shrink(Image.fromarray(shown.pixels), PHOTO_SIDE)
-    grid = label_grid(found)
     layers = [describe_layer(k, maps, n) for k, maps in found.layers.items()]
     return {
         "number": number,
@@ -295,9 +318,7 @@ def describe(
             for c, j in list_classes(found, n).items()
         ],
         "rollout": encode(found.rollout, n),
-        "cells": cells,
-        "key": list_inks(cells),
-        "grid": grid,
+        "labels": labels,
         "layers": layers,
         "head_count": max((len(layer["heads"]) for layer in layers), default=0),
         "matrices": [
@@ -310,11 +331,6 @@ def describe(
             for block, maps in found.features.items()
         ],
     }
-
-
-def list_inks(cells: list[dict]) -> list[tuple[str, str]]:
-    """Return name and color of each class that some token has with more than one half."""
-    return sorted({(cell["name"], cell["ink"]) for cell in cells if cell["sure"]})
 
 
 def describe_layer(number: int, maps: LayerMaps, n: int) -> dict:
@@ -389,8 +405,8 @@ def explain_images(
                 stem = f"{done:06d}"
                 save_files(outputs, stem, found, n, shown, options)
                 row, grid = shown.file.row, label_grid(found)
-                cells = labels(row, shown.size, crop_pct, grid) if labels else []
-                yield describe(shown, done, found, n, names, cells)
+                drawn = labels(row, shown.size, crop_pct, grid) if labels else {}
+                yield describe(shown, done, found, n, names, drawn)
                 done += 1
                 advance(1, "")
 
@@ -419,9 +435,9 @@ def main(options: Explanations) -> None:
     if options.crop_pct:
         Bounds(LEAST_CROP, 1).check("crop_pct", options.crop_pct)
     device = choose_device(options.device)
-    files, folder = find_images(options)
-    labels = TokenLabels(options, folder) if options.maps else None
     trained = open_model(options, device)
+    files, folder = find_images(options, trained)
+    labels = TokenLabels(options, folder) if options.maps else None
     classes = choose_classes(options.classes, trained)
     explainer = Explainer(trained.model, options.layers, classes)
     with ExitStack() as stack:

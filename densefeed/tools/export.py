@@ -23,6 +23,9 @@ written, all of them are complete before the first one gets its name. A second e
 folder at the same time is refused.
 """
 
+if not __package__:
+    import script_start  # noqa: F401
+
 import importlib.util
 import json
 import logging
@@ -52,6 +55,7 @@ from densefeed.system.files import (
     replace_file,
     sync,
 )
+from densefeed.system.options import Options
 from densefeed.system.provenance import check_replaceable
 from densefeed.system.terminal import print
 from densefeed.training.load_model import Trained, Weights, open_trained
@@ -71,7 +75,7 @@ ONNX_LIMIT = 2**31 - 2**24
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export:
+class Export(Options):
     """The model to export, and the format."""
 
     checkpoint: tyro.conf.Positional[Path]  # a checkpoint, or a run folder of densefeed train

@@ -8,6 +8,9 @@ logits and classes bit by bit. The command prints what such files cannot hold: t
 the part of the image that a map covers. The folder gets its name when all files are in it.
 """
 
+if not __package__:
+    import script_start  # noqa: F401
+
 import io
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +23,7 @@ from densefeed.storage.packs import EXACT, map_stem, to_published
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import check_absent, create_folder, find_path_fault
+from densefeed.system.options import Options
 from densefeed.system.progress import bar
 from densefeed.system.terminal import print
 
@@ -32,7 +36,7 @@ SHOWN = 120
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportLabels:
+class ExportLabels(Options):
     """The score maps to export."""
 
     maps: Path  # the score maps: an HDF5 file, or a folder of shards

@@ -11,6 +11,9 @@ every stage its state, seconds and rows), results.csv (rows for benchmarks/resul
 Without a .git folder, the environment variable DENSEFEED_COMMIT names the commit.
 """
 
+if not __package__:
+    import script_start  # noqa: F401
+
 import csv
 import os
 import signal
@@ -143,9 +146,9 @@ STAGES = (
         Stage(
             f"step-{cost.name}",
             360,
-            f"benchmarks.step {cost.words}",
+            f"benchmarks.step --model {cost.model} --variants {cost.variant} --batch {cost.batch}",
             f"{SMALL_STEP} {cost.small}",
-            (Goal(f"step {cost.ratio}, compiled", cost.goal),),
+            (Goal(f"step ours+{cost.variant} / {cost.beside}, compiled", cost.goal),),
         )
         for cost in METHOD_COSTS
     ),

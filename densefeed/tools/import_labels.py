@@ -6,18 +6,24 @@
 
 It reads TokenLabeling's tree (.pt, float16 [2,5,18,18]), ReLabel's (.pt, float32 [2,5,15,15]) and
 folders of NumPy arrays (.npy) of such shapes, with any number of cells and of classes per cell. No
-pickle is ever executed. Each image finds its file by class folder and name. What a file does not
-contain is declared: --footprint (the part of the image that its map covers) and --axes (which of
-the map's axes comes first). For the two published packs the defaults follow the code that generated
-them; nothing else is known about them. With --reference, any model of the same classes that
-responds to where objects are, both can be found: `--footprint find --axes find`. At the end the
-store is audited (densefeed audit does the same and writes a page); exit code 2 means that the audit
-found a fault.
+pickle is ever executed. Each image finds its file by class folder and name or, if none does, by its
+name alone, which is the key of WebDataset.
+
+What a file does not contain is declared: --footprint (the part of the image that its map covers)
+and --axes (which of the map's axes comes first). For the two published packs the defaults follow
+the code that generated them; nothing else is known about them. With --reference, any model of the
+same classes that responds to where objects are, both can be found: `--footprint find --axes find`.
+At the end the store is audited (densefeed audit does the same and writes a page); exit code 2 means
+that the audit found a fault.
 
 Run the same command again to continue a killed import. Images without a usable map are counted and
 listed at the end.
 """
 
+if not __package__:
+    import script_start  # noqa: F401
+
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -30,9 +36,7 @@ from densefeed.relabel.reference_match import FOOTPRINT_WORDS, References, find_
 from densefeed.storage.geometry import Footprint
 from densefeed.storage.images import DecodeOptions, Images, limit_pixels
 from densefeed.storage.packs import (
-    FIRST_DOT,
     PUBLISHED,
-    WHOLE_STEM,
     Axes,
     Matching,
     Pack,
@@ -46,7 +50,7 @@ from densefeed.storage.tensor_files import TensorFiles
 from densefeed.system.devices import ThreadOptions
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import check_absent, check_ending
-from densefeed.system.options import NonNegativeInt, own_first
+from densefeed.system.options import Beside, Location, NonNegativeInt, own_first
 from densefeed.system.terminal import print
 
 
@@ -56,15 +60,19 @@ class Import(DecodeOptions, ThreadOptions):
     """The score maps to import, and what is known about them."""
 
     labels: Path  # the score maps: a folder of class folders with .pt or .npy files
-    # the images: the folder that holds train/ and val/, or a folder of class folders
-    data: Path
+    # images: the folder that holds train/ and val/, a folder of class folders, or of tar or Parquet
+    # files, all also as s3://BUCKET/FOLDER; the root of --dataset
+    data: Location
     out: Path  # the score maps to write, HDF5
     # part of the image that a map covers: all, its center, or padding too; default: as published
     footprint: Footprint | Literal["find"] | None = None
     axes: Axes | Literal["find"] = "row-column"  # order of a file's last two axes
     teacher: str = ""  # the model that made the maps; default: as published
     input_size: NonNegativeInt = 0  # side of the teacher's input, pixels; 0: as published
-    split: str = "train"  # split of the images
+    # name of the dataset, from the list in the --help of packing, if the data is not a folder of
+    # class folders
+    dataset: str = ""
+    split: str = "train"  # split of the dataset
     # if an image has no usable map: write no file, or give every cell the image's own label
     missing: Literal["raise", "label"] = "raise"
     problems: Path | None = None  # text file to write: every image without a usable map, and why
@@ -76,6 +84,15 @@ class Import(DecodeOptions, ThreadOptions):
     audit: bool = True  # audit the finished store
     audit_images: int = 300  # images that the reference sees
 
+    def unused(self) -> dict[str, str]:
+        names = "reference_model", "reference_size", "audit_images"
+        if not self.reference:
+            return dict.fromkeys(names, "--reference")
+        # The reference finds the layout, and is what the audit compares with.
+        if self.audit or "find" in (self.footprint, self.axes):
+            return {}
+        return dict.fromkeys(("reference", *names), Beside("--no-audit"))
+
 
 def main(options: Import) -> None:
     """Match files to images, find or declare the layout, import and audit."""
@@ -84,8 +101,11 @@ def main(options: Import) -> None:
     check_absent(out)
     if options.problems:
         check_ending(options.problems, ".txt", "--problems")
-    images = Images(options.data, split=options.split)
+    images = Images(options.data, options.dataset, options.split)
+    images.describe_split()
     matching = match(images, options.labels)
+    if matching.folders:
+        print(f"images of {options.data} and maps are matched by their names without folders")
     side, top_k = probe(images, matching)
     finding = [name for name in ("footprint", "axes") if getattr(options, name) == "find"]
     if finding and not options.reference:
@@ -114,20 +134,28 @@ def main(options: Import) -> None:
         f"({report.kept:,} read now, {report.earlier:,} earlier), {size:,.0f} bytes per image"
     )
     if report.problems:
-        print(f"labeled by their class folders: {report}")
+        print(f"labeled by their class: {report}")
     if matching.extra:
         names = ", ".join(matching.extra_names)
         print(f"left out: {matching.extra:,} maps without an image ({names})")
+    verdicts = {}
     if options.audit:
         result = audit(out, images, models, options.audit_images, threads=options.threads)
         print_checks(result)
         raise_on_faults(result, out, "the lines above say what to do")
+        verdicts = {check.name: check.verdict for check in result.checks}
+    if options.axes != "find" and verdicts.get("orientation", "unchecked") == "unchecked":
+        print(
+            f"warning: it was not checked how the maps of {out} are oriented, and transposed ones "
+            "train without an error; remove it and import again with --reference MODEL, a model "
+            "of the same classes that locates objects",
+            file=sys.stderr,
+        )
 
 
 def find_pack_layout(options: Import, pack: Pack, images: Images, models: References) -> Pack:
     """Return the pack with the layout that was to be found. Raises UserError if it is not clear."""
-    matched = np.flatnonzero(np.isin(pack.matching.rule, (WHOLE_STEM, FIRST_DOT)))
-    ids = np.unique(neighbors(images.labels, matched, options.audit_images))
+    ids = np.unique(neighbors(images.labels, pack.matching.matched, options.audit_images))
     # The files are read without a transpose or a crop, whatever their layout is.
     raw = replace(pack, axes="row-column", footprint="squash")
     part = read_part(images, raw, ids, TensorFiles())
@@ -166,6 +194,7 @@ def declare(options: Import, matching: Matching, side: int, top_k: int) -> Pack:
             f"pack has; give {' and '.join(missing)}"
         )
     chosen = {name: value or getattr(known, name) for name, value in given.items()}
+    chosen["reference"] = options.reference
     return Pack(matching=matching, side=side, top_k=top_k, axes=axes, **chosen)
 
 

@@ -10,6 +10,9 @@ pixels, UCI), split by scan: no scan of the validation set occurs in training. T
 with scikit-image and scikit-learn. The boxes are for judging labels, never for training.
 """
 
+if not __package__:
+    import script_start  # noqa: F401
+
 import io
 import json
 from dataclasses import dataclass

@@ -8,6 +8,9 @@ many tables omit; and in norms, which fvcore counts too (5 per element of LayerN
 of BatchNorm in evaluation mode).
 """
 
+if not __package__:
+    import script_start  # noqa: F401
+
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 

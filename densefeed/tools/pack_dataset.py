@@ -3,8 +3,12 @@
     densefeed pack --data imagenet --maps maps.h5 --out train.beton
     densefeed pack --data imagenet --split val --out val.beton
     densefeed pack --dataset cifar100 --data data --out cifar100-train.beton
+    densefeed pack --data photos --val-fraction 0.15 --split val --out val.beton
 
 Stock ffcv 1.0.2 opens these files too, except those of --form planes.
+
+--val-fraction 0.15 divides images that have no validation set: --split train packs 85 % of each
+class, and --split val the others. Give label, pack and train the same fraction and --val-seed.
 
 --dataset is one of: cifar10, cifar100, svhn, flowers102 (in torchvision's layout below --data,
 downloaded if missing); domainnet/clipart (or infograph, painting, quickdraw, real, sketch; with
@@ -29,6 +33,9 @@ run that was stopped or killed, or filled the disk, is continued in the same way
 OUT.part and OUT.part.rows. Remove both after images were added or removed.
 """
 
+if not __package__:
+    import script_start  # noqa: F401
+
 import io
 import sys
 from collections.abc import Callable
@@ -47,11 +54,20 @@ from densefeed import native
 from densefeed.pipelines.folder import score_map_spec
 from densefeed.storage import indexed_jpeg
 from densefeed.storage.beton import JPEG, PAGE, PLANES, RAW, map_arrays, map_fields
+from densefeed.storage.beton_images import open_images
 from densefeed.storage.beton_writer import FAILED, PACKED, BetonWriter, Sample
 from densefeed.storage.dataset_names import find_unused, hash_images, list_some
 from densefeed.storage.fetch import make_local
-from densefeed.storage.images import DecodeOptions, Images, decode, limit_pixels
+from densefeed.storage.images import (
+    DecodeOptions,
+    Images,
+    SplitOptions,
+    check_jpeg,
+    decode,
+    limit_pixels,
+)
 from densefeed.storage.score_maps import ScoreMapStore
+from densefeed.storage.selection import find_rows
 from densefeed.system.devices import ThreadOptions
 from densefeed.system.errors import UserError, explain_os_error, make_command
 from densefeed.system.options import Bounds, Location, NonNegativeInt, own_first
@@ -71,17 +87,18 @@ KEPT, ENCODED, PIXELS = 0, 1, 2
 
 @own_first
 @dataclass(frozen=True, kw_only=True)
-class Packing(DecodeOptions, ThreadOptions):
+class Packing(SplitOptions, DecodeOptions, ThreadOptions):
     """The images to pack, and how."""
 
     # folder that holds train/ and val/, folder of class folders, or of tar or Parquet files, all
-    # also as s3://BUCKET/FOLDER; the root of --dataset
+    # also as s3://BUCKET/FOLDER; a .beton; the root of --dataset
     data: Annotated[Location, tyro.conf.arg(aliases=["--root"])]
     out: Path  # the .beton to write
     # score maps of this data: HDF5 file, or folder of shards, also s3://BUCKET/FOLDER
     maps: Location | None = None
     dataset: str = ""  # a name from the list above, if not a folder of class folders
-    split: str = "train"  # split of the dataset
+    # split of the dataset; with --val-fraction, train or val
+    split: str = "train"
     # shrink images with a longer side to this side, pixels; 0: never
     max_side: NonNegativeInt = 0
     # images that are not JPEGs and have no longer side are stored as raw pixels, without a checksum
@@ -102,6 +119,7 @@ class Prepared(NamedTuple):
     sample: Sample | None
     stored: int = KEPT
     reason: str = ""
+    warning: str = ""  # of libjpeg, about an image that was packed
 
 
 def main(packing: Packing) -> None:
@@ -113,8 +131,8 @@ def main(packing: Packing) -> None:
     if packing.form == "planes" and not packing.index:
         raise UserError("--form planes needs no index; leave out --no-index")
     limit_pixels(packing.max_pixels)
-    images = Images(packing.data, packing.dataset, packing.split)
-    images.warn_of_split()
+    images = open_images(packing.data, packing.dataset, packing.split, packing)
+    images.describe_split()
     # Not refused: a validation split may have images of one class.
     if len(images.class_names) == 1:
         print(
@@ -122,7 +140,7 @@ def main(packing: Packing) -> None:
             "be trained on; is it the folder that holds a folder of images for each class?"
         )
     fingerprint, fields = images.fingerprint(), []
-    store = open_maps(packing, images, fingerprint) if packing.maps else None
+    store, rows = open_maps(packing, images) if packing.maps else (None, None)
     notes = {"class_names": images.class_names, "fingerprint": fingerprint}
     notes["names"] = hash_images(images.paths, images.labels)
     if store:
@@ -131,9 +149,9 @@ def main(packing: Packing) -> None:
         notes |= {"max_palette": spec.max_palette, "min_window_side": spec.min_window_side}
         fields = map_fields(spec.side, spec.top_k)
     with BetonWriter(packing.out, len(images), fields, notes, identify(packing, images)) as writer:
-        prepare = partial(prepare_image, images, store, packing, writer.room)
+        prepare = partial(prepare_image, images, store, rows, packing, writer.room)
         try:
-            reasons = pack(writer, prepare, packing.threads)
+            reasons, warned = pack(writer, prepare, packing.threads)
             if reasons and packing.on_bad_sample == "raise":
                 refuse(reasons, writer)
             writer.finish()
@@ -166,6 +184,12 @@ def main(packing: Packing) -> None:
             f"encoded again as JPEG at quality {packing.quality}: {len(encoded)} images, "
             f"the first is {images.where(int(encoded[0]))}"
         )
+    if warned:
+        images = "1 packed image" if len(warned) == 1 else f"{len(warned):,} packed images"
+        print(
+            f"warning: libjpeg says that {images} may be damaged: {'; '.join(warned[:NAMED])}; "
+            "`densefeed beton verify FOLDER` lists them all"
+        )
     if reasons:
         print(f"left out: {list_reasons(reasons)}")
         if emptied := find_unused(images.labels[writer.state == PACKED], images.class_names):
@@ -182,13 +206,13 @@ def refuse(reasons: list[str], writer: BetonWriter) -> None:
     )
 
 
-def open_maps(packing: Packing, images: Images, fingerprint: str) -> ScoreMapStore:
-    """Open the score maps. Raises UserError unless they are those of `images`, row by row."""
+def open_maps(packing: Packing, images: Images) -> tuple[ScoreMapStore, np.ndarray]:
+    """Open the score maps; return them and the row of each image. UserError as `find_rows`."""
     store = ScoreMapStore(make_local(packing.maps))
-    store.check(fingerprint, images.labels, images.paths, packing.data, packing.split)
+    rows = find_rows(store, images, packing.data, packing.split)
     if store.error:
         print(f"{packing.maps} is compact; the .beton inherits its error: {store.error}")
-    return store
+    return store, rows
 
 
 def identify(packing: Packing, images: Images) -> dict[str, object]:
@@ -202,17 +226,27 @@ def identify(packing: Packing, images: Images) -> dict[str, object]:
 
 
 def prepare_image(
-    images: Images, store: ScoreMapStore | None, packing: Packing, room: int, index: int
+    images: Images,
+    store: ScoreMapStore | None,
+    rows: np.ndarray | None,
+    packing: Packing,
+    room: int,
+    index: int,
 ) -> Prepared:
-    """Prepare an image and its score map for the writer, whose pages have `room` bytes."""
+    """Prepare an image and its score map for the writer, whose pages have `room` bytes.
+
+    `rows` are those of the images' maps in `store`.
+    """
     where, arrays = images.where(index), ()
     try:
-        encoded, size, stored = encode(images.read(index), where, packing)
+        encoded = images.read(index)
+        warning = check_jpeg(encoded, where)
+        encoded, size, stored = encode(encoded, where, packing)
         mode = RAW if stored == PIXELS else JPEG
         if packing.form == "planes" and mode == JPEG:
             encoded, mode = decode_planes(encoded, room)
         if store:
-            arrays = map_arrays(store.rows(np.array([index])), 0)
+            arrays = map_arrays(store.rows(rows[[index]]), 0)
     # Not raised: every image is tried, so that one run lists all that are damaged.
     except UserError as error:
         return Prepared(None, reason=str(error))
@@ -224,7 +258,8 @@ def prepare_image(
         reason = f"is a JPEG of {len(encoded):,} bytes, and a page holds {PAGE:,} (make it smaller)"
         return Prepared(None, reason=f"{where} {reason}")
     label = int(images.labels[index])
-    return Prepared(Sample(encoded, *size, label, arrays, mode), stored)
+    warning = warning and f"{where} ({warning})"
+    return Prepared(Sample(encoded, *size, label, arrays, mode), stored, warning=warning)
 
 
 def decode_planes(encoded: bytes, room: int) -> tuple[bytes, int]:
@@ -242,8 +277,12 @@ def decode_planes(encoded: bytes, room: int) -> tuple[bytes, int]:
     return (planes, PLANES) if len(planes) <= room else (encoded, JPEG)
 
 
-def pack(writer: BetonWriter, prepare: Callable[[int], Prepared], threads: int) -> list[str]:
-    """Write all images that are not packed yet; return the reasons why some cannot be packed.
+def pack(
+    writer: BetonWriter, prepare: Callable[[int], Prepared], threads: int
+) -> tuple[list[str], list[str]]:
+    """Write all images that are not packed yet.
+
+    Returns the reasons why some cannot be packed, and libjpeg's warnings about others.
 
     Raises UserError if images that were packed earlier have changed since.
     """
@@ -255,7 +294,7 @@ def pack(writer: BetonWriter, prepare: Callable[[int], Prepared], threads: int) 
         )
     # A file can change without a new name. Only preparing packed images again shows it.
     probes = packed[np.linspace(0, len(packed) - 1, min(len(packed), PROBES)).astype(int)].tolist()
-    reasons = []
+    reasons, warned = [], []
     # The pool's exit waits for its threads. The iterator is closed before that, which drops the
     # images that no thread has begun.
     with (
@@ -266,7 +305,9 @@ def pack(writer: BetonWriter, prepare: Callable[[int], Prepared], threads: int) 
             write_prepared(writer, index, ready)
             if ready.sample is None:
                 reasons.append(ready.reason)
-    return reasons
+            if ready.warning:
+                warned.append(ready.warning)
+    return reasons, warned
 
 
 def write_prepared(writer: BetonWriter, index: int, ready: Prepared) -> None:
@@ -295,7 +336,7 @@ def list_reasons(reasons: list[str]) -> str:
 def encode(encoded: bytes, where: str, packing: Packing) -> tuple[bytes, tuple[int, int], int]:
     """Return an image's bytes as they are packed, its (height, width), and how it is stored.
 
-    Raises UserError if it cannot be decoded as a whole.
+    `check_jpeg` has passed it. Raises UserError if it cannot be decoded as a whole.
     """
 
     def damaged(error: native.JpegError) -> UserError:

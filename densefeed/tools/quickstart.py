@@ -9,6 +9,9 @@ Each step is a command that you can type yourself, and is printed before it runs
 kept, so a second call is quick and an interrupted one continues; remove the folder to start over.
 """
 
+if not __package__:
+    import script_start  # noqa: F401
+
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -3,6 +3,10 @@
     densefeed label --data imagenet --teacher dm_nfnet_f6.dm_in1k \\
         --input-size 576 --top-k 5 --out maps.h5
 
+--val-fraction 0.15 divides images that have no validation set: 15 % of each class are the split
+val, which is not labeled unless --split val asks for it. Give train and pack the same fraction and
+--val-seed.
+
 Run the same command again to resume a killed run, or at the same time, anywhere that sees OUT, to
 share the work. A process per GPU:
 
@@ -38,6 +42,9 @@ and class_names are used. --teacher a --teacher b averages several.
 --form compact takes 2.7 kB an image at 18 x 18 cells, raw 7.1 kB.
 """
 
+if not __package__:
+    import script_start  # noqa: F401
+
 import os
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
@@ -52,9 +59,10 @@ from densefeed.relabel.ray_workers import Engine, run_on_ray
 from densefeed.relabel.rendering import NativeRender
 from densefeed.relabel.scoring import Compile, Precision, choose_compile
 from densefeed.relabel.workers import ALL, Share, label
+from densefeed.storage.beton_images import open_images
 from densefeed.storage.dataset_names import check_two_classes
 from densefeed.storage.geometry import Geometry
-from densefeed.storage.images import DecodeOptions, Images, limit_pixels
+from densefeed.storage.images import DecodeOptions, SplitOptions, limit_pixels
 from densefeed.storage.maintenance import summary
 from densefeed.storage.row_codecs import Absent, Form
 from densefeed.storage.score_maps import ScoreMapStore
@@ -68,11 +76,11 @@ from densefeed.system.terminal import print
 
 @own_first
 @dataclass(frozen=True, kw_only=True)
-class Labeling(DecodeOptions, ThreadOptions, DeviceOptions):
+class Labeling(SplitOptions, DecodeOptions, ThreadOptions, DeviceOptions):
     """Images to label, and the teacher."""
 
     # images: the folder that holds train/ and val/, a folder of class folders, or of tar or Parquet
-    # files, all also as s3://BUCKET/FOLDER; the root of --dataset
+    # files, all also as s3://BUCKET/FOLDER; a .beton; the root of --dataset
     data: Location
     # score maps to write: a file NAME.h5, or a folder or s3://BUCKET/FOLDER of shards
     out: Location
@@ -97,7 +105,8 @@ class Labeling(DecodeOptions, ThreadOptions, DeviceOptions):
     # name of the dataset, from the list in the --help of packing, if the data is not a folder of
     # class folders
     dataset: str = ""
-    split: str = "train"  # split of the dataset
+    # split of the dataset; with --val-fraction, train or val
+    split: str = "train"
     # images per forward pass; auto: the largest power of two that fits, 32 on a CPU
     batch: int | Literal["auto"] = "auto"
     precision: Precision = "auto"  # auto: bf16 on GPUs that have it, else fp32
@@ -177,10 +186,10 @@ def begin(labeling: Labeling, shows: bool) -> Pass:
     """Open the images and load the teacher. `shows`: print what is to be known of its weights."""
     limit_pixels(labeling.max_pixels)
     device = choose_rank_device(labeling.device)
-    images = Images(labeling.data, labeling.dataset, labeling.split)
+    images = open_images(labeling.data, labeling.dataset, labeling.split, labeling)
     check_two_classes(images.root, images.class_names)
     if shows:
-        images.warn_of_split()
+        images.describe_split()
     teacher, name = load_teacher(
         labeling.teacher,
         labeling.model,

@@ -2,10 +2,14 @@
 
     densefeed report runs/ce runs/token-label --boxes scenes/boxes.json
 
-The report of runs has a table of results, curves, and a contact sheet: training crops exactly as
-the student saw them, with the label of every token drawn on them. `--boxes`, a file that
-densefeed scenes writes, adds the true objects and measures how many labels are correct.
+The report of runs has a table of results, curves, a contact sheet (training crops exactly as the
+student saw them, with the label of every token drawn on them) and validation images that the last
+run's student got right and wrong. `--boxes`, a file that densefeed scenes writes, adds the true
+objects and measures how many labels are correct.
 """
+
+if not __package__:
+    import script_start  # noqa: F401
 
 import math
 import os
@@ -24,14 +28,18 @@ import torch
 import tyro
 from PIL import Image
 
+from densefeed.explain.heat_maps import HEAT, encode_map, shrink
+from densefeed.explain.refusals import Refusals
+from densefeed.explain.relevance import class_relevance
 from densefeed.models.token_transformer import TokenTransformer
 from densefeed.objectives import OBJECTIVES, build_objective
 from densefeed.objectives.base import DenseObjective
 from densefeed.pages.templates import TEMPLATES, picture
-from densefeed.pages.tokens import label_tokens, make_cells
+from densefeed.pages.tokens import draw_labels, label_tokens
 from densefeed.pages.true_objects import Truth, boxes_in_crop, make_objects, read_objects
-from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches
-from densefeed.pipelines.loader import ThreadedLoader
+from densefeed.pipelines.augment.augmentation import Augmentation, Normalize, augment_batches
+from densefeed.pipelines.loader import Source, ThreadedLoader
+from densefeed.pipelines.open import open_dataset
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.shapes import describe_shape
 from densefeed.pipelines.targets import TargetRules
@@ -39,18 +47,25 @@ from densefeed.storage.images import Images
 from densefeed.system.errors import UserError, make_command, restore_url
 from densefeed.system.files import check_ending, open_regular, replace_file
 from densefeed.system.json_files import check_number, read_json
-from densefeed.system.options import leaves, with_options
+from densefeed.system.options import Options, leaves, with_options
 from densefeed.system.progress import bar
 from densefeed.system.provenance import check_replaceable, write_json
 from densefeed.system.terminal import print
 from densefeed.training.build import build_model
 from densefeed.training.config import Config
 from densefeed.training.guards import explain_oom
+from densefeed.training.load_model import Trained, crop_input, open_trained
 from densefeed.training.logs import complete_lines, parse_record
 from densefeed.training.setup import open_loader
 
 # Crops on the contact sheet.
 CONTACTS = 12
+# Validation images that the student classifies, and those shown of the right and of the wrong ones.
+TRIED, SHOWN = 64, 6
+# Longer side of such a picture, pixels.
+PICTURE_SIDE = 224
+# Images that pass through the student at once: relevance takes 0.3 GB for each of LV-ViT-S.
+AT_ONCE = 4
 # Crops whose labels are compared with the true objects.
 PURITY_CROPS = 2000
 # Bytes of the pixels of a batch that is replayed: 1,024 images of 448 px have 0.6 GB. A quarter of
@@ -65,7 +80,7 @@ CURVES = ("#0b6e99", "#c2571a", "#3a8f4d", "#7a4fa3", "#8a6d1f", "#555555")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(Options):
     """The runs to show."""
 
     # run folders of densefeed train
@@ -77,7 +92,7 @@ class Report:
 # Options that say where and how fast a run trains, not what it trains. The table of results leaves
 # them out.
 PLACES = {
-    *("data", "val", "out", "score_maps", "maps_on_device", "threads", "device"),
+    *("data", "val", "dataset", "out", "score_maps", "maps_on_device", "threads", "device"),
     *("resume", "loader"),
     *("microbatch", "log_every", "eval_every", "save_every", "wandb", "keep"),
 }
@@ -211,7 +226,7 @@ def read_truths(path: Path, run: RunRecord, loader: ThreadedLoader) -> list[Trut
 
     Raises UserError if the file describes other images.
     """
-    images = Images(path.parent, split="train")
+    images = Images(path.parent, division=run.config.data)
     # Boxes are found by the number of the sample, so both must list the same images in one order.
     if loader.fingerprint != images.fingerprint():
         raise UserError(
@@ -301,7 +316,7 @@ def make_contact_sheet(
     batch = batch._replace(image=augmentation.normalize.pixels(batch.image))
     rules = replace(run.config.labels, smoothing=0.0)
     class_NT, probability_NT = label_tokens(batch, loader.score_maps, grid, rules)
-    names, views = loader.class_names, batch.view.numpy()
+    names, views, square = loader.class_names, batch.view.numpy(), (grid, grid)
     # The Views of a published pipeline are those of augmented images, where the boxes are not.
     boxed = truths and not (augmentation.whole and augmentation.whole.warps_maps)
     return [
@@ -309,7 +324,9 @@ def make_contact_sheet(
             "image": picture(Image.fromarray(batch.image[n].numpy()), "PNG"),
             "label": names[int(batch.label[n])],
             "index": index,
-            "cells": make_cells(class_NT[n], probability_NT[n], names),
+            "labels": draw_labels(
+                class_NT[n].reshape(square), probability_NT[n].reshape(square), names
+            ),
             "objects": make_objects(truths[index], views[n], grid, names) if boxed else [],
         }
         for n, index in enumerate(batch.index[:CONTACTS].tolist())
@@ -353,6 +370,10 @@ def replay(runs: list[RunRecord], boxes: Path | None) -> dict:
     page = {"labeled": None, "sheet": [], "purity": None, "grid": 0}
     run = choose_run(runs)
     if run is None:
+        if boxes:
+            raise UserError(
+                "--boxes has no effect without a run that has dense labels; remove it, or give one"
+            )
         return page
     # Only maps that batches carry can be drawn, and only square crops: of a run with aspect buckets
     # or several scales those of --size.
@@ -375,16 +396,98 @@ def replay(runs: list[RunRecord], boxes: Path | None) -> dict:
     return {"labeled": run, "sheet": sheet, "purity": purity, "grid": grid}
 
 
+# ------------------------------------------------------------------------- predictions
+
+
+class Classified(NamedTuple):
+    """A validation image that a student classified."""
+
+    index: int  # number of the sample
+    pixels: np.ndarray  # what the student sees, uint8 [S, S, 3]
+    label: str
+    probability: torch.Tensor  # of each class, [L]
+
+
+def show_predictions(run: RunRecord, folder: Path) -> dict | None:
+    """Classify some validation images with a run's student; return what the page shows of them.
+
+    These are TRIED images, drawn with the run's seed. Of those that are classified right, and of
+    those that are not, the first SHOWN of the draw are shown. None, with a line that says why, if
+    there is no student or no validation set.
+    """
+    config = run.config
+    try:
+        trained = open_trained(folder)
+        loader = open_dataset(config.data, "evaluate", batch=AT_ONCE, seed=config.run.seed)
+        with closing(loader):
+            if others := set(loader.class_names) - set(trained.class_names):
+                raise UserError(
+                    f"{config.data.val} has the class {min(others)}, which {trained.path} lacks; "
+                    "give the validation set of the run"
+                )
+            return classify(trained, loader.source, config.run.seed)
+    # The rest of the page is of use without them.
+    except (UserError, OSError) as error:
+        print(f"the report shows no predictions: {error}", file=sys.stderr)
+        return None
+
+
+def classify(trained: Trained, source: Source, seed: int) -> dict:
+    """Classify TRIED images of a source; return their number, and those that are shown."""
+    drawn = np.random.default_rng(seed).permutation(len(source.labels))[:TRIED].tolist()
+    normalize, right, wrong = Normalize(trained.mean, trained.std), [], []
+    for ids in bar([drawn[n : n + AT_ONCE] for n in range(0, len(drawn), AT_ONCE)], "classify"):
+        inputs = [crop_input(source.image(n), trained, trained.crop_pct) for n in ids]
+        logits_NL = trained.model(normalize(torch.from_numpy(np.stack(inputs))))
+        for n, pixels, probability_L in zip(ids, inputs, logits_NL.softmax(-1), strict=True):
+            label = source.class_names[int(source.labels[n])]
+            found = Classified(n, pixels, label, probability_L)
+            is_right = trained.class_names[int(probability_L.argmax())] == label
+            (right if is_right else wrong).append(found)
+    refused = Refusals()
+    shown = [
+        describe_prediction(found, trained, normalize, refused)
+        for found in (*wrong[:SHOWN], *right[:SHOWN])
+    ]
+    return {
+        "tried": len(drawn),
+        "right": len(right),
+        "items": shown,
+        "weights": trained.weights,
+        "size": trained.size,
+        "refused": refused.get("relevance"),
+    }
+
+
+def describe_prediction(
+    found: Classified, trained: Trained, normalize: Normalize, refused: Refusals
+) -> dict:
+    """Return what the page shows of an image, with the relevance for its predicted class."""
+    names, best = trained.class_names, int(found.probability.argmax())
+    image_NCHW = normalize(torch.from_numpy(found.pixels[None].copy()))
+    asked = trained.model, image_NCHW, torch.tensor([[best]])
+    relevance = refused.attempt("relevance", class_relevance, *asked)
+    return {
+        "index": found.index,
+        "image": picture(shrink(Image.fromarray(found.pixels), PICTURE_SIDE), "JPEG"),
+        "heat": "" if relevance is None else encode_map(relevance[0, 0]),
+        "label": found.label,
+        "predicted": names[best],
+        "probability": float(found.probability[best]),
+        "of_label": float(found.probability[names.index(found.label)]),
+    }
+
+
 # ------------------------------------------------------------------------- page
 
 
 def draw_curves(runs: list[RunRecord]) -> list[tuple[str, dict]]:
-    """Return titles and curves of accuracy and loss, without those of single points."""
+    """Return titles and curves of accuracy and loss, without those that have no point."""
     curves = [
-        ("top-1 on the validation set by epoch", curve(runs, "val", "top1", True)),
         ("training loss by epoch", curve(runs, "train", "loss", False)),
+        ("top-1 on the validation set by epoch", curve(runs, "val", "top1", True)),
     ]
-    return [(t, plot) for t, plot in curves if any(len(x["points"]) > 1 for x in plot["lines"])]
+    return [(title, plot) for title, plot in curves if any(x["points"] for x in plot["lines"])]
 
 
 def curve(runs: list[RunRecord], kind: str, value: str, percent: bool) -> dict:
@@ -439,12 +542,14 @@ def main(report: Report) -> None:
             )
         check_replaceable(out.with_suffix(".json"), "published", "--out")
     runs, environment = [read_run(folder) for folder in report.runs], read_environment(folder)
-    crops = replay(runs, report.boxes)
+    crops, predictions = replay(runs, report.boxes), show_predictions(runs[-1], folder)
     text = TEMPLATES.get_template("report.html").render(
         environment=environment,
         rows=[make_row(run, runs) for run in runs],
         last=runs[-1],
         curves=draw_curves(runs),
+        predictions=predictions,
+        heat=HEAT,
         **crops,
     )
     with replace_file(out) as part:

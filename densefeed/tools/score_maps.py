@@ -11,6 +11,9 @@
 The options of a command are in its own --help.
 """
 
+if not __package__:
+    import script_start  # noqa: F401
+
 from pathlib import Path
 
 import tyro

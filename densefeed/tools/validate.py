@@ -1,9 +1,9 @@
 """Evaluate a trained model: top-1, top-5, ReaL accuracy, loss and speed, at any size.
 
     densefeed validate runs/student --data val.beton --json row.json
-    densefeed validate runs/student --loader folder --data imagenet --real real.json
+    densefeed validate runs/student --data imagenet --real real.json
     densefeed validate runs/student --data val.beton --size 384 --crop-pct 1.0
-    densefeed validate weights.safetensors --model resnet50 --loader folder --data imagenet-r
+    densefeed validate weights.safetensors --model resnet50 --data imagenet-r
 
 CLASSES. The classes of the data are matched to those of the model. Logits of classes that are not
 in the data are removed, for the loss too, so ImageNet-A and ImageNet-R (200 classes in folders
@@ -27,11 +27,16 @@ afterwards. Accuracies of published models may therefore differ a little from th
 how much was not measured.
 """
 
+if not __package__:
+    import script_start  # noqa: F401
+
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
@@ -47,9 +52,9 @@ from densefeed.models.model_spec import imagenet_names
 from densefeed.pipelines.augment.augmentation import Normalize
 from densefeed.pipelines.batch import to_device
 from densefeed.pipelines.loader import Source, ThreadedLoader
-from densefeed.pipelines.open import Filter, find_loader
+from densefeed.pipelines.open import BUILTIN, LOADERS, Filter, choose_loader
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.storage.dataset_names import describe_lookalikes, match_forms
+from densefeed.storage.dataset_names import describe_lookalikes, list_some, match_forms
 from densefeed.storage.geometry import LEAST_CROP
 from densefeed.storage.images import DecodeOptions, limit_pixels
 from densefeed.system.devices import DeviceOptions, ThreadOptions, choose_device, synchronize
@@ -59,13 +64,11 @@ from densefeed.system.json_files import read_json
 from densefeed.system.options import Bounds, Count, own_first
 from densefeed.system.progress import bar
 from densefeed.system.provenance import check_replaceable, environment, write_json
-from densefeed.system.terminal import escape_controls, print_table
+from densefeed.system.terminal import escape_controls, print, print_table
 from densefeed.training.evaluation import Metrics, mean_metrics_sync, predict, sum_metrics
-from densefeed.training.load_model import Trained, Weights, open_trained
+from densefeed.training.load_model import Divided, Trained, Weights, find_division, open_trained
 
 PACKAGES = ("torch", "timm", "numpy")
-# Unknown classes that a message lists.
-NAMED = 3
 # Images per call of timm's ReaL accuracy, which takes a dense row of all classes for each.
 CHUNK = 1024
 # Least time for which the model alone is timed.
@@ -78,10 +81,12 @@ class Validation(DecodeOptions, ThreadOptions, DeviceOptions):
     """The model and the data to evaluate it on."""
 
     checkpoint: tyro.conf.Positional[Path]  # a checkpoint, or a run folder of densefeed train
-    # a .beton, a folder of class folders, or a folder of splits, of which `val` is read
+    # a .beton, a folder of class folders, or a folder of splits, of which `val` is read; of the
+    # folder that the model's run divided by --val-fraction, its validation images
     data: Path
-    # ffcv reads .beton files, folder reads folders; dali reads both, decoded by NVIDIA DALI
-    loader: str = "ffcv"
+    # ffcv reads .beton files, folder reads folders; auto: the one that reads the data; dali reads
+    # both, decoded by NVIDIA DALI
+    loader: str = "auto"
     size: int = 0  # side of the input, pixels; 0: the size the model was trained at
     # side of the crop, share of the shorter side; 0: the checkpoint's value
     crop_pct: float = 0.0
@@ -126,25 +131,54 @@ def match_classes(
     known = stand_in if unnamed else model
     there = set(known)
     unknown = [name for name in match_forms(data, known) if name not in there]
-    example = f" ({model[0]}, ...)" if model else ""
+    example = f" ({list_some(model)})" if model else ""
     pair = describe_lookalikes(unknown, known)
     raise UserError(
-        f"{len(unknown)} of the {len(data)} classes of the data ({', '.join(unknown[:NAMED])}, "
-        f"...) are not among the {num_classes} classes of the model{example}; "
+        f"{len(unknown)} of the {len(data)} classes of the data ({list_some(unknown)}) are not "
+        f"among the {num_classes} classes of the model{example}; "
         "give data with class folders named as in training" + (f"; {pair}" if pair else "")
     )
 
 
-def open_source(options: Validation) -> Source:
-    """Open the samples. Raises UserError if the loader cannot read such data."""
+def warn_of_numbers(match: Match, data: list[str], trained: Trained, path: Path) -> None:
+    """Warn if classes match by number and may be others: not as many, or with names in the model.
+
+    The 1,000 classes of ImageNet-V2 are numbers too.
+    """
+    names, count = trained.class_names, trained.model.num_classes
+    others = len(data) != count or (names and not imagenet_names(trained.model))
+    if match.by == "number" and others:
+        first = f", as {data[0]} with {names[match.columns[0]]!r}" if names else ""
+        print(
+            f"warning: the {len(data):,} classes of {path} have numbers for names and were matched "
+            f"by number with the {count:,} of the model{first}; if these are other classes, the "
+            "accuracy is meaningless",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def open_source(options: Validation, loader: str, divided: Divided | None = None) -> Source:
+    """Open the samples: of what the model's run `divided`, those that it held out.
+
+    Raises UserError if the loader cannot read such data.
+    """
     path = options.data
     # Training sets are packed with another --split, so this remedy is not that of the loaders.
-    if options.loader == "ffcv" and path.is_dir():
+    if loader == "ffcv" and path.is_dir():
         raise UserError(
             f"{path} is a folder; read it with --loader folder, "
             "or pack it with densefeed pack --split val"
         )
-    return find_loader(options.loader)[0](path, "evaluate", None, options.threads)
+    opened = partial(LOADERS[loader][0], path, "evaluate", None, options.threads)
+    if divided is None or loader not in BUILTIN:
+        return opened()
+    source = opened(dataset=divided.dataset, division=divided.division)
+    print(
+        f"{path} is the data of the model's run; evaluating the {len(source.labels):,} images that "
+        f"it held out, {divided.division.val_fraction:.3g} of each class"
+    )
+    return source
 
 
 # ------------------------------------------------------------------------- ReaL
@@ -312,7 +346,9 @@ def main(options: Validation) -> dict:
         Bounds(LEAST_CROP, 1).check("crop_pct", options.crop_pct)
     device = choose_device(options.device)
     trained = open_trained(options.checkpoint, options.weights, options.model, options.size)
-    source, model = open_source(options), trained.model
+    chosen = choose_loader(options.loader, options.data)
+    source = open_source(options, chosen, find_division(trained, options.data))
+    model = trained.model
     count, crop_pct = len(source.labels), options.crop_pct or trained.crop_pct
     interpolation = choose_filter(options.eval_interpolation, trained)
     plan = EpochPlan(
@@ -327,10 +363,11 @@ def main(options: Validation) -> dict:
     dtype = None
     if options.precision == "bf16" or (options.precision == "auto" and device.type == "cuda"):
         dtype = torch.bfloat16
-    _, make_loader = find_loader(options.loader)
+    _, make_loader = LOADERS[chosen]
     with closing(make_loader(source, plan, options.threads, "raise", False, device)) as loader:
         stand_in = imagenet_names(model)
         match = match_classes(source.class_names, trained.class_names, model.num_classes, stand_in)
+        warn_of_numbers(match, source.class_names, trained, options.data)
         real = open_real(options.real, source, options.data) if options.real else None
         model.to(device, memory_format=torch.channels_last)
         normalize = Normalize(trained.mean, trained.std).to(device)
@@ -340,7 +377,7 @@ def main(options: Validation) -> dict:
         "model": trained.name,
         "weights": trained.weights,
         "data": str(options.data),
-        "loader": options.loader,
+        "loader": chosen,
         "classes": len(match.columns),
         "model_classes": model.num_classes,
         "classes_by": match.by,

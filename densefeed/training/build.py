@@ -29,32 +29,42 @@ def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
 def model_arguments(
     options: ModelOptions, objective: Objective, num_classes: int
 ) -> dict[str, object]:
-    """Return the arguments of the model. UserError for a model that lacks the needed token head."""
+    """Return the arguments of the model. UserError for arguments that other options set."""
     kwargs: dict[str, object] = {"num_classes": num_classes}
+    # A model without a token head refuses the first argument that it does not know.
+    if has_tokens(options.name) or objective.needs_tokens:
+        kwargs["token_head"] = objective.needs_tokens
     # A model without stochastic depth has no such argument, so 0 leaves it out.
     if options.drop_path:
         kwargs["drop_path_rate"] = options.drop_path
     if taken := {"num_classes", "token_head"} & options.arguments.keys():
         raise UserError(f"--model-kwargs {min(taken)}: data and objective set it; remove it")
-    if "fused_head" in options.arguments:
-        raise UserError("--model-kwargs fused_head: --fused-head sets it; give that option")
     # Later than --drop-path: the recipe's value, which --model-kwargs may replace.
     kwargs |= options.arguments
     # config.json too may come from anywhere, and a report builds its model.
     if forbidden := find_forbidden(kwargs):
         raise UserError(f"--model-kwargs {forbidden}; remove it")
-    if has_tokens(options.name):
-        kwargs["token_head"] = objective.needs_tokens
-        many = options.fused_head == "auto" and num_classes >= FUSED_FROM
-        if objective.needs_tokens and (many or options.fused_head == "always"):
-            kwargs["fused_head"] = True
-    elif objective.needs_tokens or objective.setting.mix.mixtoken:
-        instead = "--objective relabel --no-mixtoken" if objective.needs_tokens else "--no-mixtoken"
-        raise UserError(
-            f"{options.name} has no token head and no MixToken; choose an lvvit, dhvt or t2t_vit "
-            f"model, or {instead}, which any model can train with"
-        )
+    if objective.needs_tokens and has_tokens(options.name) and num_classes >= FUSED_FROM:
+        kwargs.setdefault("fused_head", True)
     return kwargs
+
+
+def check_tokens(name: str, model: nn.Module | None, objective: Objective) -> None:
+    """Raise UserError for a model without the token head or the MixToken that a run needs.
+
+    `model` is None if it cannot be built with a token head.
+    """
+    mixes, ours = objective.setting.mix.mixtoken, "an lvvit, dhvt or t2t_vit model"
+    if objective.needs_tokens and not getattr(model, "with_token_head", False):
+        instead = "--objective relabel" + " --no-mixtoken" * mixes
+        raise UserError(
+            f"{name} has no token head; choose {ours}, or {instead}, which any model can train "
+            "with, or add a head as docs/extending.md describes"
+        )
+    if mixes and not isinstance(model, TokenTransformer):
+        raise UserError(
+            f"{name} cannot exchange tokens (MixToken); choose {ours}, or --no-mixtoken"
+        )
 
 
 def build_model(
@@ -92,10 +102,15 @@ def build_model(
                 raise
             # A TypeError means that this model has no such argument: try the next way.
             if way is ways[-1] or not isinstance(error, TypeError):
+                if "token_head" in str(error) and not has_tokens(name):
+                    check_tokens(name, None, objective)
                 remedy = "; change --model-kwargs" if options.kwargs else ""
+                if remedy:
+                    remedy += ", or give it bare to remove those of the recipe"
                 if "drop_path_rate" in str(error):
                     remedy = "; give --drop-path 0"
                 raise UserError(f"{name} cannot be built: {first_line(error)}{remedy}") from error
+    check_tokens(name, model, objective)
     check_model_sizes(name, data, objective, model)
     if objective.adds_network and not next(model.parameters()).is_meta:
         # A twin on the meta device gives the shapes at every size and computes nothing.

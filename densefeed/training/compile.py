@@ -83,21 +83,19 @@ def can_capture(mode: str, ranks: Ranks) -> bool:
     return mode == "graph" and ranks.device.type == "cuda"
 
 
-def compile_step(
-    mode: str, trainable: nn.Module, drop_path_form: str = "mask"
-) -> Callable[..., Tensor]:
+def compile_step(mode: str, trainable: nn.Module) -> Callable[..., Tensor]:
     """Return `step_loss`, compiled as `--compile` says.
 
     `blocks`: one compilation serves all blocks that are alike; their DropPath becomes a
     SharedDropPath. Patch embedding, heads and loss are compiled apart from them. `graph` compiles
     as `whole` does; captured_update.py captures the result. The optimizer is not compiled: its
-    operations are fused and foreach ones, about ten launches. `drop_path_form` is that of
-    ModelOptions.
+    operations are fused and foreach ones, about ten launches. On a CPU, `never` leaves out what
+    stochastic depth drops (drop_path.py).
     """
     # The number of kept samples changes from step to step: a GPU would wait for it, and a compiler
     # would compile each.
     eager = mode == "never" and next(trainable.parameters()).device.type == "cpu"
-    skip_dropped(trainable, eager and drop_path_form == "auto")
+    skip_dropped(trainable, eager)
     if mode == "never":
         return step_loss
     tag_compiled_code()

@@ -41,19 +41,15 @@ from densefeed.training.optimizers import check_optimizer, has_momentum
 class ModelOptions(Options):
     """The section `model`: the network and how it is built."""
 
-    # any timm classifier; token-label needs a model with a token head (lvvit_*, dhvt_*, t2t_vit_*)
+    # any timm classifier; token-label needs a token head (lvvit_*, dhvt_*, t2t_vit_*, or your own)
     name: Annotated[str, arg(name="model")] = "lvvit_s"
     # more arguments of the model, each NAME=VALUE with a Python value, e.g. depth=12
     kwargs: Annotated[tuple[str, ...], arg(name="model-kwargs")] = ()
-    # initial weights: a checkpoint of a run, of the published LV-ViT, or of timm for this model
+    # initial weights: a run folder or a checkpoint of a run, of the published LV-ViT, or of timm
+    # for this model
     init: Path | None = None
     # stochastic depth of the last block, probability
     drop_path: Annotated[float, Bounds(0, 0.99)] = 0.1
-    # auto: on a CPU without --compile, do not compute what stochastic depth drops, where a branch
-    # has no BatchNorm; mask: compute it and multiply it by 0
-    drop_path_form: Literal["auto", "mask"] = "auto"
-    # compute the tokens' loss without storing all logits; auto: from 4,096 classes on
-    fused_head: Literal["auto", "always", "never"] = "auto"
     # BatchNorm over the images of all ranks; else per rank, averaged when statistics are saved
     sync_batchnorm: bool = False
     # train in evaluation mode: BatchNorm keeps its statistics, no drop-path (DHVT's fine-tuning)
@@ -67,11 +63,11 @@ class ModelOptions(Options):
     def unused(self) -> dict[str, str]:
         # The mode of evaluation has neither stochastic depth nor statistics of a batch.
         if self.frozen_statistics:
-            names = "drop_path", "drop_path_form", "sync_batchnorm"
+            names = "drop_path", "sync_batchnorm"
             return dict.fromkeys(names, Beside("--frozen-statistics"))
         if "drop_path_rate" in self.arguments:
             return {"drop_path": Beside("--model-kwargs drop_path_rate")}
-        return {} if self.drop_path else {"drop_path_form": "--drop-path"}
+        return {}
 
     @property
     def arguments(self) -> dict[str, object]:
@@ -147,7 +143,8 @@ class RunOptions(DeviceOptions):
     save_every: Count = 1000
     keep: Count = 2  # newest checkpoints to keep; the best one is always kept
     eval_every: Count = 10  # epochs between evaluations; the last epoch is always evaluated
-    log_every: Count = 50  # steps between log lines
+    # steps between log lines; at most an epoch, and the first and last step have one
+    log_every: Count = 50
     wandb: str = ""  # Weights & Biases project to log to; empty: none
     dry_run: bool = False  # only check data, labels, recipe and memory, in seconds
 
@@ -203,10 +200,10 @@ class Config:
 # Options that a resumed run may change. Data and score maps are compared by their content instead,
 # and `init` is not read again.
 FREE = {
-    *("out", "loader", "data", "val", "score_maps", "threads", "device", "resume", "eval_every"),
+    *("out", "loader", "data", "val", "dataset", "val_fraction", "val_seed", "score_maps"),
+    *("threads", "device", "resume", "eval_every"),
     *("log_every", "on_bad_sample", "maps_on_device", "microbatch", "compile", "save_every"),
     *("grad_checkpointing", "keep", "wandb", "dry_run", "on_nonfinite", "init"),
-    "drop_path_form",
 }
 
 
@@ -250,7 +247,10 @@ def check_same_run(config: Config, saved: dict[str, Any]) -> None:
     before = dict(leaves(Config.from_dict(saved, config, f"the run in {out}")))
     for name, value in leaves(config):
         if name not in FREE and value != before[name]:
+            remedy = "or choose another --out"
+            # The learning rate of a run falls to its end.
+            if name in ("epochs", "cooldown_epochs") and value > before[name]:
+                remedy = f"or train longer from its weights, with --init {out} and another --out"
             raise UserError(
-                f"{out} was trained with {name}={before[name]}; give the same value, or choose "
-                "another --out"
+                f"{out} was trained with {name}={before[name]}; give the same value, {remedy}"
             )

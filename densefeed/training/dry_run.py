@@ -27,8 +27,8 @@ def dry_run(run: Run) -> None:
     if ranks.is_first:
         maps = ", all score maps" * config.data.maps_on_device
         print(
-            f"dry run: data, labels and recipe fit together, {config.data.described_sizes}; loss "
-            f"{loss:.3f} of {images} images; "
+            f"dry run: data, labels and recipe fit together, {run.described_images}, "
+            f"{config.data.described_sizes}; loss {loss:.3f} of {images} images; "
             f"gradients, moments{maps} and {takes}, and {free / 1e9:.2f} GB are free on "
             f"{ranks.device}"
         )
@@ -37,7 +37,11 @@ def dry_run(run: Run) -> None:
         # Even numbers, because an image and its mixing partner share a part.
         parts = (n for n in range(2, optim.microbatch, 2) if local % n == 0)
         fits = [n for n in parts if fixed + per_image * n < free]
-        remedy = f"--microbatch {fits[-1]}" if fits else "--grad-checkpointing, or a smaller model"
+        remedy = (
+            f"--microbatch {fits[-1]}"
+            if fits
+            else "a smaller --size or --model, or --grad-checkpointing"
+        )
         raise UserError(
             f"{takes} on {ranks.device}, of which {free / 1e9:.2f} GB are free; give {remedy}"
         )
@@ -65,7 +69,7 @@ def first_loss(run: Run, images: int) -> tuple[float, float]:
     run.student.train()
     # Every rank computes the same images by itself, so no all-reduce is needed.
     with closing(open_loader(few, optim, config.run.seed, run.objective, "train")) as loader:
-        compute = compile_step("never", trainable, config.model.drop_path_form)
+        compute = compile_step("never", trainable)
         sections = few, config.augment
         step = Step(loader, trainable, run.objective, *sections, run.dtype, compute)
         (compute,) = step.losses(trainable, next(step.batches(0)))

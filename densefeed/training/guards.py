@@ -176,9 +176,12 @@ def explain_oom(images: int, where: str) -> Iterator[None]:
                 f"{where}: out of memory before the first step; give a smaller --size, --batch or "
                 "--model, or fewer --threads"
             ) from error
-        # The number is about half, and even: an image and its mixing partner share a part.
+        # At most half of them, in whole parts, and even: an image and its mixing partner share one.
+        parts = [n for n in range(2, images // 2 + 1, 2) if images % n == 0]
+        fewer = "a smaller --size or --batch"
+        if parts:
+            fewer = f"--microbatch {parts[-1]} (same batch and learning rate, more passes)"
         raise UserError(
-            f"{where}: out of memory with {images} images per forward pass; give --microbatch "
-            f"{max(2, images // 4 * 2)} (same batch and learning rate, more passes), or try "
-            "--grad-checkpointing, --fused-head always, --no-maps-on-device, --ema 0"
+            f"{where}: out of memory with {images} images per forward pass; give {fewer}, or try "
+            "--grad-checkpointing, --no-maps-on-device, --ema 0"
         ) from error

@@ -1,5 +1,7 @@
 """Load a trained model from a checkpoint or a run folder, to evaluate or export it."""
 
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -19,8 +21,9 @@ from densefeed.objectives.base import Setting
 from densefeed.pipelines.mixing import MixOptions
 from densefeed.pipelines.targets import TargetRules
 from densefeed.storage.geometry import center_box
-from densefeed.storage.images import crop_resize
+from densefeed.storage.images import Images, SplitOptions, crop_resize
 from densefeed.system.errors import UserError, first_line
+from densefeed.system.json_files import is_number
 from densefeed.system.options import from_dict
 
 Weights = Literal["ema", "raw"]
@@ -31,6 +34,15 @@ MAX_SIZE = 1024
 # Patches along a side of an input, if a file states them. Attention over 64 x 64 takes 67 MB a
 # head.
 MAX_PATCHES = 64
+
+
+class Divided(NamedTuple):
+    """A folder of images that a run divided into training and validation images."""
+
+    root: str
+    dataset: str
+    division: SplitOptions
+    fingerprint: str  # of the training images
 
 
 class Trained(NamedTuple):
@@ -47,6 +59,7 @@ class Trained(NamedTuple):
     interpolation: str  # timm's name of it
     mean: tuple[float, ...]  # of input from 0 to 1
     std: tuple[float, ...]
+    divided: Divided | None = None  # by --val-fraction
 
 
 def open_trained(
@@ -63,13 +76,7 @@ def open_trained(
 
     Raises UserError.
     """
-    if path.is_dir():
-        folder, path = path, path / "last.pt"
-        if not path.is_file():
-            raise UserError(
-                f"{folder} has no last.pt; give a run folder of densefeed train, or a checkpoint "
-                "file"
-            )
+    path = checkpoints.find_file(path)
     if size < 0:
         raise UserError(f"--size is {size}, and must be a number of pixels")
     model, checkpoint = checkpoints.build(path, model_name)
@@ -106,7 +113,44 @@ def open_trained(
         interpolation=facts.eval_interpolation or default_interpolation(checkpoint, data),
         mean=facts.mean or tuple(data["mean"]),
         std=facts.std or tuple(data["std"]),
+        divided=read_divided(checkpoint, path),
     )
+
+
+def read_divided(checkpoint: dict, path: Path) -> Divided | None:
+    """Read what a run divided by --val-fraction; None for others. Raises UserError."""
+    config = checkpoint.get("config")
+    data = config.get("data") if isinstance(config, dict) else None
+    data = data if isinstance(data, dict) else {}
+    fraction, seed = data.get("val_fraction"), data.get("val_seed")
+    if not is_number(fraction) or not fraction:
+        return None
+    texts = data.get("train"), data.get("dataset"), checkpoint.get("fingerprint")
+    try:
+        division = SplitOptions(val_fraction=fraction, val_seed=seed)
+    except UserError as error:
+        raise checkpoints.CheckpointError(f"{path}: {error}; train it again") from error
+    if not all(isinstance(text, str) and "\0" not in text for text in texts):
+        raise checkpoints.CheckpointError(f"{path}: its data is not a path; train it again")
+    root, dataset, fingerprint = texts
+    return Divided(root, dataset, division, fingerprint)
+
+
+def find_division(trained: Trained, path: Path) -> Divided | None:
+    """Return how the model's run divided the folder `path`; None if that is not the run's data.
+
+    The run's data may have been moved, or images may have been added to it.
+    """
+    divided = trained.divided
+    if divided is None or not path.is_dir():
+        return None
+    if os.path.realpath(divided.root) == os.path.realpath(path):
+        return divided
+    with suppress(UserError):
+        images = Images(path, divided.dataset, division=divided.division)
+        if images.fingerprint() == divided.fingerprint:
+            return divided
+    return None
 
 
 def open_beside(trained: Trained, name: str, device: torch.device) -> Trained:

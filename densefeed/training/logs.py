@@ -230,15 +230,18 @@ def describe_run(run: Run) -> str:
         sum(p.numel() for p in part.parameters()) for part in (student.model, student.trainable)
     )
     optim, extra = config.optim, whole - count
+    epochs, steps = optim.total_epochs, len(run.loader)
     beside = f", and {extra:,} that {run.objective.flag} trains beside them," if extra else ""
     others = f" and {ranks.size - 1} more" if ranks.size > 1 else ""
-    short = optim.warmup_epochs >= optim.total_epochs
-    warmup = f", not reached in {optim.warmup_epochs:g} epochs of warm-up" if short else ""
+    short = optim.warmup_epochs >= epochs
+    plural = "s" * (optim.warmup_epochs != 1)
+    warmup = f", not reached in {optim.warmup_epochs:g} epoch{plural} of warm-up" if short else ""
     resumed = f"; continuing at step {run.done}" if run.done else ""
     return (
         f"{run.spec.name}: {count:,} parameters{beside} on {ranks.device}{others}; objective "
-        f"{config.objective.name}; {run.loader.plan.num_samples:,} images, "
-        f"{config.data.described_sizes}; {optim.total_epochs} epochs of {len(run.loader)} steps; "
+        f"{config.objective.name}; {run.described_images}, "
+        f"{config.data.described_sizes}; {epochs} epoch{'s' * (epochs > 1)} of {steps} "
+        f"step{'s' * (steps > 1)}; "
         f"peak lr {optim.peak_lr:.2g} = {optim.lr:.2g} x {optim.batch} / {optim.lr_batch}"
         f"{warmup}{resumed}"
     )

@@ -21,6 +21,11 @@ from densefeed.system.errors import UserError
 
 # Seconds that rank 0 has to end first; torchrun polls its ranks ten times a second.
 WAIT = 5.0
+# In errors of gloo, of NCCL and of torchrun's store where the process of another rank has ended.
+LOST = (
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe"),
+    *("ncclRemoteError", "failed to recv, got 0 bytes"),
+)
 # The other ranks may wait this long for a first evaluation or for a large resident store.
 PATIENCE = timedelta(minutes=30)
 
@@ -136,18 +141,28 @@ class StopVote:
 
 @contextmanager
 def raise_on_rank0() -> Iterator[None]:
-    """Let rank 0 alone report a UserError that all ranks raise.
+    """Let rank 0 alone report a UserError that all ranks raise, and one rank its own error.
 
     The other ranks wait, and torchrun ends them as soon as rank 0 has ended. An error that rank 0
-    does not raise is reported by the others after that wait.
+    does not raise is reported by the others after that wait. A rank that loses its connection to
+    one that ended waits twice as long, and then raises UserError, which says so.
     """
+    # torchrun's variable, because there may be no process group yet.
+    rank = int(os.environ.get("RANK", 0))
     try:
         yield
     except UserError:
-        # torchrun's variable, because there may be no process group yet.
-        if int(os.environ.get("RANK", 0)) > 0:
+        if rank > 0:
             time.sleep(WAIT)
         raise
+    except RuntimeError as error:
+        if not any(text in str(error) for text in LOST):
+            raise
+        time.sleep(2 * WAIT)
+        raise UserError(
+            f"rank {rank} stopped, because another rank ended; its message says why, and --resume "
+            "auto continues from the newest checkpoint"
+        ) from error
 
 
 @contextmanager

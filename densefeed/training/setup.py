@@ -19,6 +19,7 @@ from densefeed.models.token_transformer import TokenTransformer
 from densefeed.objectives import build_objective
 from densefeed.objectives.base import Objective
 from densefeed.pipelines.loader import Source, ThreadedLoader
+from densefeed.pipelines.mixing import check_pairs
 from densefeed.pipelines.open import DataOptions, Mode, open_dataset
 from densefeed.storage.dataset_names import (
     check_two_classes,
@@ -27,7 +28,9 @@ from densefeed.storage.dataset_names import (
     match_forms,
 )
 from densefeed.storage.geometry import teacher_window
+from densefeed.storage.packs import lacks_reference
 from densefeed.system.errors import UserError
+from densefeed.system.object_url import ObjectURL
 from densefeed.system.terminal import print
 from densefeed.training.build import autocast_dtype, build_model
 from densefeed.training.compile import can_capture
@@ -77,6 +80,20 @@ class Run(NamedTuple):
         """Steps of the whole run."""
         return self.config.optim.total_epochs * len(self.loader)
 
+    def is_logged(self, step: int) -> bool:
+        """Return whether there is a log line after this number of steps.
+
+        There is one at least in each epoch, and after the first and the last step.
+        """
+        every = min(self.config.run.log_every, len(self.loader))
+        return step % every == 0 or step in (1, self.steps)
+
+    @property
+    def described_images(self) -> str:
+        """The numbers of images, for messages."""
+        train, val = self.loader.plan.num_samples, self.val.plan.num_samples
+        return f"{train:,} training and {val:,} validation images"
+
     def is_evaluated(self, epoch: int) -> bool:
         """Return whether there is an evaluation after this number of epochs."""
         return epoch % self.config.run.eval_every == 0 or epoch == self.config.optim.total_epochs
@@ -90,6 +107,8 @@ def setup_run(config: Config, ranks: Ranks) -> Run:
     out, data = config.run.out, config.data
     if config.run.wandb and ranks.is_first:
         import_wandb()
+    # A missing --val is found before the training set is opened, which may take minutes.
+    data.locate("evaluate")
     kept = Checkpoints(out, config.run.keep)
     checkpoint = find_checkpoint(config.run, kept, ranks)
     if checkpoint:
@@ -101,11 +120,14 @@ def setup_run(config: Config, ranks: Ranks) -> Run:
     if config.model.frozen_statistics:
         check_frozen(objective)
     loader = open_loader(data, optim, config.run.seed, objective, "train", ranks)
+    check_pairs(loader.plan, config.mix)
     val = open_loader(data, optim, config.run.seed, objective, "evaluate", ranks)
     align_classes(data, loader, val, ranks)
     check_datasets(data, objective, loader)
     if ranks.is_first:
         warn_shared_images(data, loader.source, val.source)
+        if objective.needs_score_maps and lacks_reference(loader.source.teacher):
+            warn_orientation(data)
     check_published(data, config.augment.augment_before_crop, objective, loader, ranks)
     maps = checksum_maps(data.on_bad_sample, objective, loader)
     if checkpoint:
@@ -335,9 +357,23 @@ def warn_shared_images(data: DataOptions, train: Source, val: Source) -> None:
         count = len(sampled) if len(sampled) < COMPARED_FILES else len(train.labels)
         share = min(1.0, hits / len(sampled) * count / len(own))
     about = "" if share == 1 else f"about {100 * share:.0f} % of "
+    is_folder = not isinstance(data.train, ObjectURL) and data.train.is_dir()
+    instead = ", or give --val-fraction 0.15 in its place" if is_folder else ""
     print(
         f"warning: {about}the images of --val {data.val} are training images of --data "
-        f"{data.train} too, so its accuracy is not that of new images; give --val other images",
+        f"{data.train} too, so its accuracy is not that of new images; give --val other images"
+        f"{instead}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def warn_orientation(data: DataOptions) -> None:
+    """Warn that nothing shows how the score maps are oriented."""
+    print(
+        f"warning: the score maps of {data.maps_name} were imported without a check of how they "
+        "are oriented, and transposed ones train without an error; import them again with "
+        "densefeed import --reference MODEL",
         file=sys.stderr,
         flush=True,
     )

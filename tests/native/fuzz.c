@@ -488,6 +488,11 @@ static void try_transcoding(Input in) {
     message[0] = 0;
     int done = densefeed_transcode(in.bytes, in.length, (int)draw(5), &out, &length, message);
     CHECK(!message[0] == (done == OK) && !out == (done != OK));
+    int warnings = 0;
+    message[0] = 0;
+    int scanned = densefeed_scan(in.bytes, in.length, &warnings, message);
+    CHECK(!message[0] == (scanned == OK && !warnings));
+    CHECK(done != OK || scanned == OK);
     if (done == OK) {
         int new_height, new_width;
         /* The transcoder accepts other beginnings: libjpeg searches for the first marker. */

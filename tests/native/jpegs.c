@@ -1,9 +1,10 @@
 /* Write JPEGs for the tests and read their contents, with libjpeg alone and no code under test.
- * Errors end the process, so the input must be valid. */
+ * Errors end the process, so the input must be valid, except that of count_warnings. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <setjmp.h>
 #include <jpeglib.h>
 
 /* Encode `pixels` [height][width][components]. The first component is sampled h x v, the others
@@ -68,4 +69,31 @@ size_t read_jpeg(const uint8_t *jpeg, size_t length, int16_t *numbers) {
     }
     jpeg_destroy_decompress(&from);
     return count;
+}
+
+static jmp_buf back;
+static void jump(j_common_ptr common) { (void)common, longjmp(back, 1); }
+static void ignore(j_common_ptr common) { (void)common; }
+
+/* Decode a JPEG to pixels. Returns how many warnings libjpeg counted, -1 after an error. */
+long count_warnings(const uint8_t *jpeg, size_t length) {
+    static struct jpeg_decompress_struct from;
+    static struct jpeg_error_mgr errors;
+    from.err = jpeg_std_error(&errors);
+    errors.error_exit = jump, errors.output_message = ignore;
+    if (setjmp(back)) {
+        jpeg_destroy_decompress(&from);
+        return -1;
+    }
+    jpeg_create_decompress(&from);
+    jpeg_mem_src(&from, jpeg, length);
+    jpeg_read_header(&from, TRUE);
+    jpeg_start_decompress(&from);
+    JSAMPARRAY row = from.mem->alloc_sarray((j_common_ptr)&from, JPOOL_IMAGE,
+        from.output_width * from.output_components, 1);
+    while (from.output_scanline < from.output_height) jpeg_read_scanlines(&from, row, 1);
+    jpeg_finish_decompress(&from);
+    long warnings = errors.num_warnings;
+    jpeg_destroy_decompress(&from);
+    return warnings;
 }

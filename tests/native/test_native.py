@@ -6,6 +6,7 @@ import io
 import itertools
 import os
 import platform
+import re
 import struct
 import subprocess
 import tempfile
@@ -152,6 +153,44 @@ def test_large_photographs_match_pillow_at_every_scale(photographs, index):
                     mean_difference(crop(file, box, size), crop_with_pillow(image, box, size))
                     <= MEAN
                 ), (ratio, size)
+
+
+def resize_unclipped(image: Image.Image, box, size: int) -> np.ndarray:
+    """Crop and resize in float32 with Pillow, and clip colors after that."""
+    top, left, height, width = box
+    image.draft("YCbCr", image.size)
+    y, blue, red = np.moveaxis(np.asarray(image).astype(float), -1, 0) - np.array(
+        [[[0]], [[128]], [[128]]]
+    )
+    colors = y + 1.402 * red, y - 0.344136 * blue - 0.714136 * red, y + 1.772 * blue
+    resized = [
+        Image.fromarray(color.astype(np.float32)[top : top + height, left : left + width]).resize(
+            (size, size), Image.Resampling.BILINEAR
+        )
+        for color in colors
+    ]
+    return np.rint(np.stack(resized, -1)).clip(0, 255)
+
+
+def test_outside_single_pixels_differ_from_pillow_only_by_the_time_of_clipping(photographs):
+    """docs/results/loaders.md states the largest difference from Pillow.
+
+    Pillow clips colors beyond 0 to 255 before it resizes. Each level equals that of floats which
+    are clipped afterwards to 1.
+    """
+    rng, ours, pillows = np.random.default_rng(0), 0, 0
+    for photograph in photographs:
+        file = encoded(photograph, subsampling="4:2:0")
+        indexed = indexed_jpeg.transcode(file)
+        for _ in range(10):
+            box = random_box(rng, *photograph.size[::-1], least=80)
+            got = crop(indexed, box, 224).astype(int)
+            want = resize_unclipped(Image.open(io.BytesIO(file)), box, 224)
+            ours = max(ours, np.abs(got - want).max())
+            want = crop_with_pillow(Image.open(io.BytesIO(file)), box, 224)
+            pillows = max(pillows, np.abs(got - want).max())
+    assert ours <= 1
+    assert 10 < pillows <= 29
 
 
 def test_fractional_boxes_as_in_evaluation_match_pillow(photographs):
@@ -654,6 +693,58 @@ def test_truncated_or_zeroed_plain_file_is_never_decoded(whole, name):
         job = make_job([DAMAGES[name](whole)], [box], 32, extents=[(70, 90)])
         job.decode()
         assert job.samples["status"][0] in (native.DAMAGED, native.UNREADABLE), name
+
+
+def scan(file: bytes) -> str:
+    """Return what a scan says of a file: "", a warning, or `damaged`."""
+    try:
+        return native.scan(file)
+    except native.JpegError:
+        return "damaged"
+
+
+@pytest.mark.parametrize(
+    "coding", [{}, {"progressive": 1}, {"restart": 7}, {"arithmetic": 1}], ids=str
+)
+def test_outside_a_scan_finds_what_pillow_refuses_and_libjpeg_warns_of(jpegs, noise, coding):
+    """Truncated at 60 places; a bit flipped at 600.
+
+    A scan that says nothing leaves only files that libjpeg, with its own handling of errors,
+    decodes without a warning. Of those many have other pixels: a JPEG has no checksum.
+    """
+    rng, whole = np.random.default_rng(0), jpegs.write(noise(120, 170), (2, 2), **coding)
+    assert native.scan(whole) == ""
+    damaged = [whole[:at] for at in np.linspace(3, len(whole) - 1, 60, dtype=int)]
+    assert {*map(scan, damaged)} == {"damaged"}
+    for at in rng.integers(2, len(whole), 600).tolist():
+        damaged.append(whole[:at] + bytes([whole[at] ^ 1 << rng.integers(8)]) + whole[at + 1 :])
+    found = [scan(file) for file in damaged]
+    for file, said in zip(damaged, found, strict=True):
+        try:
+            Image.open(io.BytesIO(file)).load()
+        # Pillow does not limit the types of its exceptions.
+        except Exception:
+            assert said == "damaged"
+        assert said or jpegs.warnings(file) == 0
+    assert "" in found
+    warned = {said for said in found if said not in ("", "damaged")}
+    assert warned or coding == {"arithmetic": 1}
+    assert all("extraneous bytes before marker" in said for said in warned)
+
+
+def test_outside_a_scan_counts_what_the_decoders_ignore(whole):
+    """Bytes between the last row and the end marker, of which the decoder has read some."""
+    padded = whole[:-2] + bytes(range(1, 10)) + whole[-2:]
+    assert re.fullmatch(
+        r"Corrupt JPEG data: [5-9] extraneous bytes before marker 0xd9", native.scan(padded)
+    )
+    np.testing.assert_array_equal(
+        *(native.decode(file, 70, 90, native.JPEG) for file in (whole, padded))
+    )
+    # One more in front of a table of the header.
+    table = whole.index(b"\xff\xdb")
+    twice = padded[:table] + b"\0" + padded[table:]
+    assert native.scan(twice).endswith(" (and 1 more)")
 
 
 @settings(max_examples=300)

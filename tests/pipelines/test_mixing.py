@@ -11,6 +11,7 @@ from densefeed.pipelines.mixing import (
     Mixing,
     MixOptions,
     box_map,
+    check_pairs,
     label_share,
     mean_target,
     mix_images,
@@ -29,6 +30,20 @@ def mix_of(top, left, bottom, right, blend=0.0, side=32):
     return Mix(
         torch.tensor([top, left, bottom, right], dtype=torch.float32), torch.tensor(blend), side
     )
+
+
+def test_outside_parts_of_odd_size_are_refused_only_where_a_run_mixes():
+    fields = dict(num_samples=100, batch=18, seed=1, mode="train", microbatches=6)
+    plans = [EpochPlan(**fields, ranks=2, rank=rank) for rank in range(2)]
+    rows = np.concatenate([plan.rows for plan in plans])
+    assert sorted(rows) == list(range(18))
+    # Weights of a batch that is not padded.
+    assert plans[0].part_weights(0) == [1, 1, 1]
+    check_pairs(plans[0], MixOptions(mixtoken=False))
+    for fields in ({}, {"cutmix": 1.0}, {"mixup": 0.2}):
+        with pytest.raises(UserError, match=r"18 in 6 parts has 3 images in each, and an image"):
+            check_pairs(plans[0], MixOptions(mixtoken=not fields, **fields))
+    check_pairs(EpochPlan(num_samples=9, batch=9, seed=1, mode="train"), MixOptions())
 
 
 def random_targets(count, tokens, palette=3, classes=9, seed=0):

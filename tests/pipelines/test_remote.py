@@ -17,7 +17,7 @@ from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.remote import RemoteSource
-from densefeed.storage import fetch
+from densefeed.storage import fetch, object_cache
 from densefeed.storage.beton import Beton, verify_files
 from densefeed.storage.fetch import make_local
 from densefeed.storage.images import Images
@@ -98,7 +98,7 @@ def test_commands_that_read_local_files_name_the_url(url):
             read(path)
     for loader in ("ffcv", "folder", "dali"):
         with pytest.raises(UserError, match=f"^{url} is in object storage, which is not read here"):
-            open_source(Validation(checkpoint=Path("runs"), data=path, loader=loader))
+            open_source(Validation(checkpoint=Path("runs"), data=path), loader)
 
 
 def test_a_resumed_epoch_and_two_ranks_equal_those_of_the_local_file(url, local, tmp_path):
@@ -157,14 +157,28 @@ def test_a_file_in_place_of_the_local_copies_is_named(url, tmp_path):
         RemoteSource(url, None, tmp_path / "cache")
 
 
-def test_too_few_cache_bytes_are_refused_before_the_first_batch(url, tmp_path):
+@pytest.fixture
+def limit_disk(monkeypatch):
+    """Return a function that limits the bytes that a local copy may take from now on."""
+    monkeypatch.setattr(object_cache, "DISK_SHARE", 1)
+
+    def limit(capacity):
+        monkeypatch.setattr(object_cache, "count_free", lambda folder: capacity)
+
+    return limit
+
+
+def test_a_disk_with_little_room_is_refused_before_the_first_batch(url, tmp_path, limit_disk):
     options = {"batch": 4, "size": 32, "threads": 1, "cache": tmp_path}
-    with pytest.raises(UserError, match=r"give at least [0-9,]+, or a smaller --batch$") as refused:
-        densefeed.open_loader(url, cache_bytes=4096, **options)
+    limit_disk(4096)
+    with pytest.raises(UserError, match=r"free at least [0-9,]+ bytes, .*--batch$") as refused:
+        densefeed.open_loader(url, **options)
     least = int(re.search("least ([0-9,]+)", str(refused.value))[1].replace(",", ""))
-    with pytest.raises(UserError, match="give at least"):
-        densefeed.open_loader(url, cache_bytes=least - 1, **options)
-    assert list(densefeed.open_loader(url, cache_bytes=least, **options))
+    limit_disk(least - 1)
+    with pytest.raises(UserError, match="free at least"):
+        densefeed.open_loader(url, **options)
+    limit_disk(least)
+    assert list(densefeed.open_loader(url, **options))
 
 
 def needed_bytes(local, ids):
@@ -302,24 +316,29 @@ def test_a_pattern_names_one_dataset(bucket, local, tmp_path):
     assert_equal(ours, read(FfcvSource(tmp_path / "part-*.beton"), (0, 1)))
 
 
-def test_a_copy_smaller_than_the_dataset(url, local, tmp_path):
+def test_a_copy_smaller_than_the_dataset(url, local, tmp_path, limit_disk):
     """The copy stays below its capacity, and the batches are the same."""
     probe = RemoteSource(url, None, tmp_path / "probe")
     capacity = probe._cache.room(7)
     probe.close()
-    source = RemoteSource(url, None, tmp_path, capacity)
+    limit_disk(capacity)
+    source = RemoteSource(url, None, tmp_path)
     assert source._cache.is_bounded
     ours = read(source, (0, 1, 2), batch=1)
     assert_equal(ours, read(FfcvSource(local), (0, 1, 2), batch=1))
     assert next(tmp_path.glob("*/0.beton")).stat().st_blocks * 512 < local.stat().st_size
-    with pytest.raises(UserError, match=r"--cache-bytes .* holds less than the batches in flight"):
-        read(RemoteSource(url, None, tmp_path, capacity), batch=4)
+    limit_disk(0)
+    with pytest.raises(UserError, match="bytes of samples, less than the batches in flight take"):
+        read(RemoteSource(url, None, tmp_path), batch=4)
 
 
-def test_a_copy_too_small_for_the_first_read_does_not_wait_for_other_runs(url, tmp_path):
-    source = RemoteSource(url, None, tmp_path, 100)
+def test_a_copy_too_small_for_the_first_read_does_not_wait_for_other_runs(
+    url, tmp_path, limit_disk
+):
+    limit_disk(100)
+    source = RemoteSource(url, None, tmp_path)
     with pytest.raises(
-        UserError, match=r"--cache-bytes 100 holds less than 1 images.* give several times"
+        UserError, match=r"room for 100 bytes of samples, less than 1 images take.* free several"
     ):
         source.maps(np.array([1]))
     source.close()

@@ -101,7 +101,7 @@ def test_maps_that_exceed_the_memory_are_refused_unread(sources, monkeypatch):
     with pytest.raises(
         UserError,
         match=r"the score maps of 11 images take 0.00 GB on cpu, of which 0.00 GB are free; "
-        r"stream them",
+        r"give --no-maps-on-device, which streams them",
     ):
         ResidentMaps(source, CPU)
     monkeypatch.undo()

@@ -122,7 +122,7 @@ def test_training_from_much_parquet_needs_order_blocks_and_validation_does_not(
     rows = [(None, images.read(n % len(images)), n % 2) for n in range(48)]
     root = write_parquet(tmp_path / "x.parquet", rows, ["cat", "dog"]).parent
     file = parquet_files.open_parquet(root / "x.parquet")
-    largest = max(parquet_files.count_bytes(file, "image", group) for group in range(16))
+    largest = max(parquet_files.count_bytes(file, group) for group in range(16))
     monkeypatch.setattr(parquet_files, "CACHE", 4 * largest)
     options = {"batch": 2, "seed": 5}
     data = DataOptions(train=root, val=root, loader="folder", size=32, threads=2)

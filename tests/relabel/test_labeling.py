@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 
 from densefeed.relabel import audit, labeling
@@ -20,7 +21,7 @@ from densefeed.relabel.audit import measure_accuracy, print_accuracy
 from densefeed.relabel.estimates import estimate_pass
 from densefeed.relabel.labeling import begin_pass, score_batches, unfinished_batches
 from densefeed.relabel.rendering import PillowRender
-from densefeed.relabel.scoring import keep, to_maps
+from densefeed.relabel.scoring import Scorer, keep, to_maps
 from densefeed.relabel.teacher import Teacher, weights_hash
 from densefeed.storage.images import Images, decode
 from densefeed.storage.maintenance import convert
@@ -150,7 +151,8 @@ def test_accuracy_counts_unnamed_classes_as_stored(tmp_path, random_maps, absent
 def test_logits_that_float16_cannot_hold_are_refused(bad):
     logits = torch.zeros(1, 2, 2, 3)
     logits[0, 1, 1, 2] = bad
-    with pytest.raises(UserError, match=r"not finite in float16"):
+    what = "NaN" if np.isnan(bad) else r"above 65,504, the largest number of float16"
+    with pytest.raises(UserError, match=rf"scores of image 0 are {what}; check its weights"):
         to_maps(keep(logits, 2), np.zeros((1, 4), np.float32))
 
 
@@ -233,12 +235,37 @@ def test_a_failed_write_ends_the_pass_and_what_was_written_stays(folder, tmp_pat
         with pytest.raises(OSError, match="No space left") as error:
             label_images(images, scorer, "t", tmp_path / "maps.h5", **options())
     assert explain_os_error(error.value).endswith(
-        ".1.h5.part: the disk is full; free some space or choose another --out"
+        ".1.h5.part: the disk is full; free some space or choose another place"
     )
     assert done_rows(tmp_path / "maps.h5") >= 6
     label_images(images, scorer, "t", tmp_path / "maps.h5", **options())
     assert len(ScoreMapStore(tmp_path / "maps.h5")) == 11
     assert set(threading.enumerate()) <= threads
+
+
+def test_outside_images_with_nan_are_named(folder, tmp_path, monkeypatch):
+    """A teacher with a NaN for black images; the message does not speak of float16."""
+    logits = Scorer.logits
+    monkeypatch.setattr(
+        Scorer,
+        "logits",
+        lambda self, picture_NLHWC: logits(self, picture_NLHWC).where(
+            (picture_NLHWC > 0).flatten(1).any(1)[:, None, None, None], float("nan")
+        ),
+    )
+    copy = shutil.copytree(folder, tmp_path / "images")
+    victims = sorted((copy / "train" / "cat").glob("*.jpg"))[2:4]
+    for victim in victims:
+        Image.new("RGB", (64, 64)).save(victim)
+    images = Images(copy, split="train")
+    with pytest.raises(UserError) as error:
+        label_images(images, teacher(), "t", tmp_path / "maps.h5", **options(batch=11))
+    assert str(error.value) == (
+        f"the teacher's scores of {victims[0]} (and of 1 more of its batch) are NaN; check its "
+        "weights and preprocessing"
+    )
+    with pytest.raises(UserError, match=f"scores of {re.escape(str(victims[0]))} "):
+        estimate_pass(begin_pass(images, teacher(), "t", **options(batch=11)))
 
 
 def test_a_damaged_image_ends_the_pass_after_those_before_it_are_written(folder, tmp_path):

@@ -150,6 +150,24 @@ def test_damaged_files_are_refused_with_the_same_message_as_by_pillow(photograph
         assert messages[0] == messages[1]
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_outside_damage_that_pillow_ignores_is_refused(photographs, several):
+    """Also below a center crop, where the native decoder does not look."""
+    tall = encode(photographs[0].resize((100, 200)), progressive=True)
+    long = encode(photographs[0].resize((100, 200)), restart_marker_rows=1)
+    # The last restart marker becomes another one.
+    at = max(long.rfind(bytes([0xFF, 0xD0 + n])) for n in range(8))
+    long = long[: at + 1] + bytes([long[at + 1] ^ 2]) + long[at + 2 :]
+    tall = tall[: len(tall) // 2] + bytes(40) + tall[len(tall) // 2 + 40 :]
+    for file in (tall, long):
+        Image.open(io.BytesIO(file)).load()
+        for make in (NativeRender, PillowRender):
+            with pytest.raises(UserError, match=r"image-0 cannot be decoded \(Corrupt JPEG data"):
+                make(in_memory(file), Viewer(64, Image.Resampling.BILINEAR, several))(
+                    0, np.empty((1 + several, 64, 64, 3), np.uint8)
+                )
+
+
 def test_beyond_the_image_the_fill_color_is_shown(photographs):
     """A letterboxed image is in the middle of its square."""
     image = photographs[0].resize((60, 30))

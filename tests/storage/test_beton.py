@@ -42,8 +42,9 @@ from densefeed.storage.beton import (
     read_front,
     verify,
 )
+from densefeed.storage.beton_images import BetonImages
 from densefeed.storage.beton_writer import ROW, BetonWriter, Sample
-from densefeed.storage.images import limit_pixels
+from densefeed.storage.images import decode, limit_pixels
 from densefeed.storage.score_maps import ScoreMapWriter, row_crcs
 from densefeed.system.errors import UserError
 from densefeed.tools.pack_dataset import Packing, main
@@ -1022,6 +1023,9 @@ def test_files_of_stock_ffcv_open(stock, mode):
         got = np.asarray(source.image(n)).astype(int)
         # The mean error of quality 95 on smooth noise is 1 to 2.
         assert np.abs(got - want).mean() <= (0 if mode == "raw" else 3)
+    images = BetonImages(root / f"{mode}.beton")
+    for n in range(9):
+        np.testing.assert_array_equal(decode(images.read(n), "x"), source.image(n))
 
 
 @pytest.mark.slow

@@ -235,6 +235,20 @@ def test_any_white_space_may_precede_a_label(domain, separator):
     )
 
 
+def test_outside_labels_that_count_from_1_are_noted(tmp_path, capsys):
+    touch(tmp_path, "x/1.jpg", "x/2.jpg")
+    name, lines = tmp_path / "all.txt", "x/1.jpg {}\nx/2.jpg {}\n"
+    name.write_text(lines.format(1, 2))
+    assert len(Images(tmp_path, f"list/{name}").class_names) == 3
+    assert capsys.readouterr().out == (
+        f"note: {name} gives no image the label 0, so class 0 has no images; if its labels count "
+        "from 1, subtract 1 from each\n"
+    )
+    name.write_text(lines.format(0, 1))
+    Images(tmp_path, f"list/{name}")
+    assert capsys.readouterr().out == ""
+
+
 # The content of lists, all class names, and the labels of the first list.
 @pytest.mark.parametrize(
     ("lists", "names", "labels"),
@@ -895,7 +909,7 @@ def test_labels_of_hugging_face_are_checked_before_classes_get_names(monkeypatch
     reader = Reader([(io.BytesIO(), 0), (io.BytesIO(), label)])
     made = SimpleNamespace(reader=reader)
     monkeypatch.setattr(timm.data, "create_dataset", lambda *_, **__: made)
-    with pytest.raises(UserError, match=r"hfds/x has the label .* from 0 to 65,534"):
+    with pytest.raises(UserError, match=r"hfds/x, row 1 has the label .* from 0 to 65,534: write"):
         Images(tmp_path, "hfds/x")
     reader[1] = io.BytesIO(), 3
     assert Images(tmp_path, "hfds/x").class_names == ["0", "1", "2", "3"]

@@ -144,7 +144,7 @@ def test_outside_images_beside_shards_are_refused(shards, tmp_path, kind):
     for file in shards[kind].rglob("*train-*"):
         (tmp_path / "data" / file.name).write_bytes(file.read_bytes())
     (tmp_path / "data" / "0.jpg").write_bytes(JPEG)
-    with pytest.raises(UserError, match=f"/data holds images beside {kind} files; move .*{kind} "):
+    with pytest.raises(UserError, match=f"/data holds images beside {kind} files; move .*{kind}$"):
         Images(tmp_path)
     assert Images(tmp_path, kind).class_names
 
@@ -402,7 +402,7 @@ def test_missing_splits_and_mixed_kinds_are_refused(tmp_path):
         Images(tmp_path, "parquet")
     with pytest.raises(UserError, match="the dataset is called tar"):
         Images(tmp_path, "tar/x")
-    with pytest.raises(UserError, match="is not a folder; give the folder of the tar files"):
+    with pytest.raises(UserError, match="is not a folder; give that of the tar files, /"):
         Images(tmp_path / "a-train-0.tar", "tar")
     write_parquet(tmp_path / "x.parquet", [("a.jpg", JPEG, 0)], ["cat"])
     with pytest.raises(UserError, match="holds tar and Parquet files; give --dataset tar or"):
@@ -443,7 +443,7 @@ def test_other_columns_and_plain_parquet(tmp_path):
     images = Images(tmp_path / "a")
     assert (images.paths, images.class_names) == (["p"], ["x", "y"])
     assert Images(tmp_path / "a", "parquet/fine").labels.tolist() == [1]
-    with pytest.raises(UserError, match=r"no column of integers 'coarse'; .* one of fine"):
+    with pytest.raises(UserError, match=r"no column 'coarse'; give --dataset parquet/fine, or"):
         Images(tmp_path / "a", "parquet/coarse")
     write_parquet(tmp_path / "b" / "x.parquet", [("../p", JPEG, 1)], None)
     images = Images(tmp_path / "b")
@@ -523,8 +523,7 @@ HOSTILE_TABLES = {
         "has 0 columns of images",
     ),
     "list": (column(pa.list_(pa.uint8()), [1]), "has 0 columns of images"),
-    "label of text": (labels(pa.string(), "cat"), "has no column of integers 'label'"),
-    "no label": (labels(pa.int64(), None), "has 1 rows without a label"),
+    "no label": (labels(pa.int64(), None), "row 0 has no label; write an integer or a text"),
     "negative label": (labels(pa.int64(), -1), "has the label '-1'"),
     "high label": (labels(pa.uint64(), 2**64 - 1), "has the label '18446744073709551615'"),
     "names": (
@@ -566,7 +565,7 @@ def test_other_classes_in_another_file_are_refused(tmp_path):
 def test_a_large_row_group_is_refused_before_it_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(parquet_files, "MOST_GROUP", 1000)
     write_parquet(tmp_path / "x.parquet", [("a", bytes(2000), 0)], ["cat"])
-    with pytest.raises(UserError, match=r"row group 0 has 6,... bytes, and a row group is read as"):
+    with pytest.raises(UserError, match=r"row group 0 has 6,... bytes, and is read as a whole"):
         Images(tmp_path)
 
 

@@ -47,7 +47,11 @@ def open_cache(folder, disk, starts, sizes, capacity=0):
         patch.setattr(object_cache, "front_ranges", lambda descriptor: iter(()))
         copy = CachedFiles([file], folder, disk.read)
     extents = Extents(np.zeros(count, np.int32), np.asarray(starts), np.asarray(sizes))
-    cache = SampleCache(copy, extents, capacity, disk.read_many)
+    with pytest.MonkeyPatch.context() as patch:
+        if capacity:
+            patch.setattr(object_cache, "DISK_SHARE", 1)
+            patch.setattr(object_cache, "count_free", lambda folder: capacity)
+        cache = SampleCache(copy, extents, disk.read_many)
     try:
         yield cache
     finally:

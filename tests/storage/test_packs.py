@@ -17,6 +17,7 @@ from densefeed.storage import packs
 from densefeed.storage.images import Images
 from densefeed.storage.packs import (
     FIRST_DOT,
+    NAME_ALONE,
     NONE,
     SHARED,
     WHOLE_STEM,
@@ -29,6 +30,8 @@ from densefeed.storage.packs import (
 )
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError
+
+from ..shard_files import write_tar
 
 ROOT = Path(__file__).parent.parent.parent
 CLASSES, SIDE, TOP_K = ("ant", "bee", "cow", "doe", "eel", "fox"), 4, 3
@@ -332,6 +335,52 @@ def test_the_rules_that_match_files_to_images(tmp_path):
             assert found.file(path, rule).is_file()
 
 
+@pytest.fixture
+def tars(pack, tmp_path):
+    """The images of `pack` in a tar as WebDataset has them: the keys are the files' names."""
+    images, _, _ = pack
+    files = []
+    for n, path in reversed(list(enumerate(images.paths))):
+        key = Path(path).stem
+        files += [(f"{key}.jpg", images.read(n)), (f"{key}.cls", b"%d" % images.labels[n])]
+    return Images(write_tar(tmp_path / "tars" / "train-0.tar", files).parent)
+
+
+def test_outside_images_in_tars_find_their_maps_by_name(pack, tars, tmp_path):
+    _, labels, maps = pack
+    (labels / "ant" / "000.pt").rename(labels / "ant" / "x.pt")
+    found = match(tars, labels)
+    assert found.rule.tolist() == [NONE if path == "000.jpg" else NAME_ALONE for path in tars.paths]
+    assert (found.extra, found.extra_names) == (1, ["ant/x"])
+    (labels / "ant" / "x.pt").rename(labels / "ant" / "000.pt")
+    store, _ = import_pack(tars, declared(tars, labels), tmp_path / "maps.h5", 2)
+    logit = store.rows(np.arange(30)).logit
+    by_name = {Path(path).name: array for path, array in maps.items()}
+    for row, path in enumerate(store.paths()):
+        assert np.array_equal(logit[row], np.moveaxis(by_name[path][0], 0, 2)), path
+
+
+def test_outside_maps_of_one_name_are_named_for_images_without_class_folders(pack, tars, tmp_path):
+    images, labels, _ = pack
+    write(labels / "fox" / "000.pt", a_map(0))
+    with pytest.raises(
+        UserError, match=r"has ant/000\.pt and fox/000\.pt, and one image of .*tars is called 000;"
+    ):
+        match(tars, labels)
+    # In class folders of other names.
+    for folder in CLASSES:
+        (images.root / "train" / folder).rename(images.root / "train" / f"the {folder}")
+    (labels / "fox" / "000.pt").unlink()
+    shutil.copy(images.root / "train/the ant/000.jpg", images.root / "train/the fox")
+    other = Images(images.root)
+    with pytest.raises(
+        UserError, match=r"has ant/000\.pt, and 2 images of .* are called 000; give the class folde"
+    ):
+        match(other, labels)
+    (images.root / "train/the fox/000.jpg").unlink()
+    assert (match(Images(images.root), labels).rule == NAME_ALONE).all()
+
+
 @pytest.mark.parametrize(
     ("break_it", "said"),
     [
@@ -346,7 +395,7 @@ def test_the_rules_that_match_files_to_images(tmp_path):
             lambda labels: [
                 path.rename(path.with_name(f"x{path.name}")) for path in labels.rglob("*.pt")
             ],
-            "has no map of any image",
+            "has no map of any image in .*, as ant/000.jpg; the names of maps and images",
         ),
     ],
 )

@@ -400,7 +400,9 @@ def test_headers_that_no_store_has_are_refused(tmp_path, random_maps, changes, p
 def test_a_header_that_could_not_be_read_back_is_not_written(tmp_path, changes, problem):
     path = tmp_path / "maps.h5"
     header = replace(HEADER, **changes)
-    with pytest.raises(UserError, match=rf"maps.h5 cannot be written: {problem}; choose a smaller"):
+    with pytest.raises(
+        UserError, match=rf"maps.h5 cannot be written: {problem}; choose a smaller --in"
+    ):
         ScoreMapWriter(path, header, PATHS, LABELS)
     assert list(tmp_path.iterdir()) == []
 

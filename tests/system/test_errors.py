@@ -45,7 +45,9 @@ def test_a_command_without_memory_ends_in_one_sentence(capsys, take):
     assert stopped.value.code == 2
     printed = capsys.readouterr().err.splitlines()
     assert len(printed) == 1
-    assert re.fullmatch(r"error: out of memory \(.+\); give a smaller --batch or .*", printed[0])
+    assert re.fullmatch(
+        r"error: out of memory \(.+\); end other programs, or .* --batch .*", printed[0]
+    )
 
 
 def test_a_command_without_stdout_ends_in_its_sentence(monkeypatch, capsys):
@@ -172,14 +174,44 @@ def test_a_url_that_was_read_as_a_path_is_not_said_to_be_missing():
     assert said.startswith("s3://bucket/weights.pt is in object storage, which is not read here")
 
 
+ROOT = Path(errors.__file__).parents[2]
+
+
 @pytest.mark.parametrize("package", ["torch", "tyro"])
-def test_outside_ctrl_c_while_packages_are_imported_is_one_word(tmp_path, package):
+@pytest.mark.parametrize(
+    "words",
+    [("-m", "densefeed", "pack"), (ROOT / "tools/pack_dataset.py",), (ROOT / "train.py",)],
+    ids=["densefeed", "tools", "train"],
+)
+def test_outside_ctrl_c_while_packages_are_imported_is_one_word(tmp_path, package, words):
     """These packages press it, when the command's first module and its function import them."""
     pressed = "import os, signal; os.kill(os.getpid(), signal.SIGINT)\n"
     (tmp_path / f"{package}.py").write_text(pressed)
-    words = sys.executable, "-m", "densefeed", "pack", "--data", "x", "--out", "y"
-    path = f"{tmp_path}:{Path(errors.__file__).parents[2]}"
     done = subprocess.run(
-        words, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}
+        [sys.executable, *words, "--data", "x", "--out", "y"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
     )
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize("name", ["tools/report.py", "train.py"])
+def test_outside_a_python_without_the_packages_is_told_the_environment(name):
+    """-S leaves out the packages of this environment."""
+    bare = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    words = sys.executable, "-S", ROOT / name, "--help"
+    done = subprocess.run(words, capture_output=True, text=True, env=bare)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {sys.executable} lacks the package densefeed; activate")
+    assert "source .venv/bin/activate" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_outside_a_script_of_a_user_keeps_pythons_ctrl_c():
+    script = "import densefeed, signal; print(signal.getsignal(2) is signal.default_int_handler)"
+    words = sys.executable, "-c", script
+    done = subprocess.run(
+        words, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    assert (done.stdout, done.stderr) == ("True\n", "")

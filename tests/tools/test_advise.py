@@ -88,16 +88,20 @@ def test_the_recommended_command_trains_what_was_given(monkeypatch):
     monkeypatch.setattr(train, "train", configs.append)
     # Every call makes all recipes that the command line has.
     monkeypatch.setattr(command_line, "RECIPES", {RECIPE: command_line.RECIPES[RECIPE]})
-    for given, places in (([], ("VAL", "RUN")), (["--val", "v", "--out", "o"], ("v", "o"))):
+    for given, val, out in (
+        ([], Path("VAL"), "RUN"),
+        (["--val", "v", "--out", "o"], Path("v"), "o"),
+        (["--val-fraction", "0.2"], None, "RUN"),
+    ):
         text = recommend(advice, Throughput(6000, 0.1), [*words, *given], packed=True)
         recommended = shlex.split(text.split("`")[1])
         assert recommended[:2] == ["densefeed", "train"]
         monkeypatch.setattr("sys.argv", recommended[1:])
         train.main()
         monkeypatch.setattr("sys.argv", ["advise", *words, *given])
-        measured = command_line.read_config("", val=Path("VAL"), out=Path("RUN"))
-        assert configs.pop() == with_options(measured, loader="ffcv", threads=2)
-        assert (str(measured.data.val), str(measured.run.out)) == places
+        measured = command_line.read_config("", out=Path("RUN"))
+        assert configs.pop() == with_options(measured, loader="ffcv", threads=2, val=val)
+        assert str(measured.run.out) == out
 
 
 @pytest.mark.parametrize(

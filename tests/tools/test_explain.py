@@ -112,11 +112,11 @@ def test_the_model_sees_the_pixels_of_validation(folder, runs, filter):
         assert abs(difference).mean() < 0.6
 
 
-def test_outside_a_folder_without_class_folders_is_explained(options, folder, tmp_path):
+def test_outside_a_folder_without_class_folders_is_explained(options, runs, folder, tmp_path):
     for number in (10, 9):
         shutil.copy(next(folder.rglob("*.jpg")), tmp_path / f"{number}.jpg")
     (tmp_path / "._9.jpg").touch()
-    files, images = find_images(options(images=(tmp_path,), count=2))
+    files, images = find_images(options(images=(tmp_path,), count=2), open_trained(runs / "lvvit"))
     assert images is None
     assert [(file.path.name, file.label) for file in files] == [("9.jpg", ""), ("10.jpg", "")]
 
@@ -125,7 +125,8 @@ def test_a_page_and_its_files_hold_the_maps_of_the_functions(options, runs, tmp_
     folders = {name: tmp_path / name for name in ("arrays", "pictures")}
     given = options(classes=("5", "dog"), layers=(1, 3), batch=1, **folders)
     main(given)
-    trained, (files, _) = open_trained(runs / "lvvit"), find_images(given)
+    trained = open_trained(runs / "lvvit")
+    files, _ = find_images(given, trained)
     page, order = Page(given.out), [path.name for path in sorted(folders["arrays"].iterdir())]
     assert order == [f"{n:06d}.npz" for n in range(5)]
     explained = 0
@@ -222,10 +223,12 @@ def test_token_labels_are_those_of_the_loader(options, folder, maps):
         (batch,) = loader.batches(0)
         class_NT, sure_NT = label_tokens(batch, loader.score_maps, 4)
     cells = re.findall(r'<rect .*? fill="(.*?)" fill-opacity="(.*?)"/>', given.out.read_text())
+    # Others would not be seen.
+    drawn = sure_NT.ravel() > 0.2
     assert [float(opacity) for _, opacity in cells] == pytest.approx(
-        (0.62 * sure_NT**2).ravel().round(3).tolist(), abs=2e-3
+        (0.62 * sure_NT.ravel()[drawn] ** 2).tolist(), abs=6e-3
     )
-    assert [ink for ink, _ in cells] == [INKS[c] for c in class_NT.ravel()]
+    assert [ink for ink, _ in cells] == [INKS[c] for c in class_NT.ravel()[drawn]]
 
 
 @pytest.mark.parametrize(
@@ -308,7 +311,7 @@ def test_a_model_of_timm_comes_with_its_published_weights(options, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(timm, "create_model", offline)
-        with pytest.raises(UserError, match=r"file: weights.safetensors --model test_vit"):
+        with pytest.raises(UserError, match=r"name a file of them in its place, and test_vit with"):
             main(options(source="test_vit"))
     given = options(source="test_vit", count=1, classes=("tench, Tinca tinca", "999"))
     create = timm.create_model
@@ -350,7 +353,8 @@ def test_the_agent_of_a_joint_run_is_shown_by_its_features(options, joint_run, t
     folder, agent = joint_run
     given = options(source=str(folder), network="agent", arrays=tmp_path / "arrays", count=1)
     main(given)
-    (file,), trained = find_images(given)[0], open_trained(folder)
+    trained = open_trained(folder)
+    (file,), _ = find_images(given, trained)
     pixels = torch.tensor(read_input(file, trained, 0.9).pixels)
     image_1CHW = Normalize(trained.mean, trained.std)(pixels[None])
     with torch.no_grad():

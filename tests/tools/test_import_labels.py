@@ -14,18 +14,24 @@ import torch
 from torchvision.ops import roi_align
 
 import densefeed.train as training
+from densefeed.pipelines.ffcv import FfcvSource
+from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.targets import TargetRules, sparse_targets
 from densefeed.recipes import RECIPES
+from densefeed.relabel.audit import AuditResult, Check
 from densefeed.storage.images import Images
-from densefeed.storage.packs import PUBLISHED
+from densefeed.storage.packs import PUBLISHED, lacks_reference
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError
+from densefeed.system.object_store import connect
 from densefeed.system.options import with_options
 from densefeed.tools import export_labels, import_labels, make_digit_scenes
 from densefeed.tools.export_labels import ExportLabels
 from densefeed.tools.import_labels import Import
+from densefeed.tools.pack_dataset import Packing, main
 
 from ..runs import train_loader
+from ..shard_files import write_tar
 from ..stores import write_store
 
 SIDE, TOP_K, CLASSES = 18, 5, 10
@@ -219,6 +225,33 @@ def test_a_column_row_tree_is_transposed(scenes, tmp_path):
     )
 
 
+def test_outside_maps_of_images_in_object_storage(scenes, tmp_path, bucket, capsys):
+    """WebDataset in S3: the keys are the names of the files of the pack."""
+    obstore = pytest.importorskip("obstore")
+    images, files = Images(scenes / "scenes"), []
+    for n, path in enumerate(images.paths):
+        files += [(f"{Path(path).stem}.jpg", images.read(n))]
+        files += [(f"{Path(path).stem}.cls", b"%d" % images.labels[n])]
+    tar = write_tar(tmp_path / "train-0.tar", files)
+    obstore.put(connect(bucket), "wds/train-0.tar", tar.read_bytes())
+    import_labels.main(
+        Import(
+            labels=scenes / "tree",
+            data=bucket / "wds",
+            out=tmp_path / "maps.h5",
+            footprint="squash",
+            audit=False,
+        )
+    )
+    assert "maps are matched by their names without folders" in capsys.readouterr().out
+    ids = np.arange(20)
+    before = ScoreMapStore(scenes / "maps.h5").rows(ids)
+    assert np.array_equal(ScoreMapStore(tmp_path / "maps.h5").rows(ids).cls, before.cls)
+    options = Import(labels=Path("s3://bucket/pack"), data=scenes / "scenes", out=tmp_path / "b.h5")
+    with pytest.raises(UserError, match=r"s3://bucket/pack is in object storage.*copy it"):
+        import_labels.main(options)
+
+
 def test_undeclared_properties_are_as_published(scenes, tmp_path):
     import_labels.main(
         Import(labels=scenes / "tree", data=scenes / "scenes", out=tmp_path / "a.h5")
@@ -330,3 +363,42 @@ def test_an_export_writes_nothing_outside_of_out(scenes, tmp_path, random_maps, 
         export_labels.main(ExportLabels(maps=tmp_path / "maps.h5", out=tmp_path / "out" / "tree"))
     assert [path.name for path in tmp_path.iterdir()] == ["maps.h5"]
     assert not Path("/x0.pt").exists()
+
+
+def test_outside_maps_imported_without_a_reference_warn_at_import_and_training(
+    scenes, tmp_path, capsys
+):
+    import_tree(scenes, tmp_path / "maps.h5")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: it was not checked how the maps of {tmp_path}/maps.h5 are")
+    assert "import again with --reference MODEL" in line
+    main(Packing(data=scenes / "scenes", maps=tmp_path / "maps.h5", out=tmp_path / "x.beton"))
+    for source in (
+        FolderSource(scenes / "scenes", "train", tmp_path / "maps.h5"),
+        FfcvSource(tmp_path / "x.beton"),
+    ):
+        assert source.teacher == "dm_nfnet_f6 (pack tree, axes row-column)"
+        source.close()
+    for maps, warned in ((tmp_path / "maps.h5", True), (scenes / "maps.h5", False)):
+        capsys.readouterr()
+        training.train(config(scenes, maps, tmp_path / f"run-{warned}"))
+        said = f"warning: the score maps of {maps} were imported without a check of how they are"
+        err = capsys.readouterr().err
+        assert (said in err) is warned
+        assert ("densefeed import --reference MODEL" in err) is warned
+
+
+def test_outside_maps_that_a_reference_has_checked_do_not_warn(
+    scenes, tmp_path, monkeypatch, capsys
+):
+    """If the audit could not tell, the import still warns."""
+    monkeypatch.setattr(import_labels, "load_references", lambda *_: "a model")
+    for n, verdict in enumerate(("sound", "unchecked")):
+        checks = [Check("orientation", verdict, "some evidence")]
+        monkeypatch.setattr(
+            import_labels, "audit", lambda *_, c=checks, **__: AuditResult(None, c, {})
+        )
+        store = import_tree(scenes, tmp_path / f"{n}.h5", reference="runs/teacher.pt")
+        assert store.header.teacher.endswith("(pack tree, axes row-column by reference teacher.pt)")
+        assert not lacks_reference(store.header.teacher)
+        assert ("was not checked" in capsys.readouterr().err) is (verdict == "unchecked")

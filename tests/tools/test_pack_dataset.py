@@ -15,11 +15,12 @@ import pytest
 import torch
 from PIL import Image
 
+from densefeed import native
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.storage import indexed_jpeg
-from densefeed.storage.beton import JPEG, PLANES, RAW, Beton, verify, verify_files
+from densefeed.storage.beton import JPEG, PLANES, RAW, Beton, print_list, verify, verify_files
 from densefeed.storage.beton_writer import BetonWriter
 from densefeed.storage.images import Images
 from densefeed.storage.score_maps import ScoreMapStore
@@ -490,6 +491,111 @@ def test_an_outdated_index_is_rewritten_even_with_no_index(folder, tmp_path):
 def test_verify_needs_files():
     with pytest.raises(UserError, match=r"no \.beton file was named"):
         verify_files(())
+
+
+def flip_bits(file, count=400):
+    """Return copies of a JPEG, each with a bit of its compressed data flipped."""
+    rng, start = np.random.default_rng(0), file.index(b"\xff\xda") + 14
+    places = rng.integers(start, len(file) - 2, count).tolist()
+    return [file[:at] + bytes([file[at] ^ 1 << rng.integers(8)]) + file[at + 1 :] for at in places]
+
+
+@pytest.fixture
+def damaged(folder, tmp_path):
+    """The folder with one undamaged image, and others of every kind of damage, by name."""
+    root = shutil.copytree(folder, tmp_path / "damaged")
+    cat = root / "train" / "cat"
+    for file in root.glob("train/*/*"):
+        file.unlink()
+    # A photograph of some detail, in which a decoder that lost its place finds codes for long.
+    rng = np.random.default_rng(0)
+    detail = rng.normal(128, 60, (60, 80, 3)).clip(0, 255).astype(np.uint8)
+    image = Image.fromarray(detail)
+    for name in ("whole.jpg", "cut.png", "cut.webp", "cut.jpg", "cmyk.jpg", "progressive.jpg"):
+        picture = image.convert("CMYK") if name == "cmyk.jpg" else image
+        kind = name.rpartition(".")[2].replace("jpg", "jpeg")
+        picture.save(cat / name, kind, progressive=name == "progressive.jpg")
+    (root / "train" / "dog" / "whole.jpg").write_bytes((cat / "whole.jpg").read_bytes())
+    for file in cat.glob("cut.*"):
+        file.write_bytes(file.read_bytes()[: file.stat().st_size * 2 // 3])
+    # Pillow decodes these without a word.
+    for name, fault in (
+        ("cmyk.jpg", "Corrupt JPEG data"),
+        ("progressive.jpg", "Corrupt JPEG data"),
+        ("whole.jpg", "extraneous bytes"),
+    ):
+        for file in flip_bits((cat / name).read_bytes()):
+            said = scan(file)
+            if fault in said and ("extraneous" in said) == (fault == "extraneous bytes"):
+                break
+        else:
+            raise AssertionError(name)
+        Image.open(io.BytesIO(file)).load()
+        (cat / name.replace("whole", "warned")).write_bytes(file)
+    return root
+
+
+def scan(file):
+    """Return what libjpeg says of a JPEG, or an empty string."""
+    try:
+        return native.scan(file)
+    except native.JpegError as error:
+        return str(error)
+
+
+DAMAGED = ("cmyk.jpg", "cut.jpg", "cut.png", "cut.webp", "progressive.jpg")
+
+
+def test_outside_verify_of_a_folder_lists_its_damaged_images(damaged, command):
+    cat = damaged / "train" / "cat"
+    done = command("tools/beton.py", "verify", damaged / "train")
+    assert done.returncode == 2
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if "cannot be decoded (" in line] == [
+        line for line in lines for name in DAMAGED if line.startswith(f"{cat / name} cannot be")
+    ]
+    assert sum("cannot be decoded (" in line for line in lines) == len(DAMAGED)
+    assert any(
+        line.startswith(f"{cat / 'warned.jpg'}: Corrupt JPEG data: ") and "extraneous" in line
+        for line in lines
+    )
+    assert "8 images, " in done.stdout
+    assert "libjpeg warns of 1 images" in done.stdout
+    assert f"damage was found in {damaged / 'train'} (5); it is listed above" in done.stderr
+    for name in DAMAGED:
+        (cat / name).unlink()
+    done = command("tools/beton.py", "verify", damaged / "train")
+    # A warning is no fault: some encoders leave bytes behind the last row.
+    assert done.returncode == 0, done.stderr
+    assert f"{damaged / 'train'}: no faults" in done.stdout
+    done = command("tools/beton.py", "verify", damaged / "nowhere", "--split", "val")
+    assert done.returncode == 2
+    assert "--dataset and --split are of folders of images" in done.stderr
+
+
+def test_outside_a_terminal_gets_the_first_damaged_images(monkeypatch, capsys):
+    lines = [f"{n}.jpg" for n in range(60)]
+    print_list(lines)
+    assert capsys.readouterr().out.splitlines() == lines
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    print_list(lines)
+    out = capsys.readouterr().out.splitlines()
+    assert out[:-1] == lines[:50]
+    assert out[-1].startswith("and 10 more; ")
+
+
+def test_outside_damage_that_pillow_ignores_is_not_packed(damaged, tmp_path, capsys):
+    """Also where Pillow decodes the image, to encode it again."""
+    for options in ({}, {"max_side": 40}, {"form": "planes"}):
+        with pytest.raises(UserError, match="5 images cannot be packed") as refused:
+            main(Packing(data=damaged, out=tmp_path / "x.beton", **options))
+        assert all(name in str(refused.value) for name in DAMAGED)
+        for part in tmp_path.glob("x.beton*"):
+            part.unlink()
+    main(Packing(data=damaged, out=tmp_path / "x.beton", on_bad_sample="skip"))
+    out = capsys.readouterr().out
+    assert "warning: libjpeg says that 1 packed image may be damaged: " in out
+    assert "warned.jpg (Corrupt JPEG data: " in out
 
 
 def test_outside_split_of_a_folder_without_splits_is_said_not_to_be_read(folder, tmp_path, capsys):

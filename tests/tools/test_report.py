@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import densefeed.train as training
 from densefeed.pages.true_objects import boxes_in_crop, parse_truth
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.recipes import RECIPES
@@ -105,8 +106,14 @@ def test_runs_are_compared_by_the_options_that_differ(tmp_path):
     # Two of three runs have the options of the first; only the other's are listed.
     three = [make_row(run, [*runs, runs[0]])["differs"] for run in runs]
     assert three == ["", "lr 0.2, ema 0.9"]
-    # One evaluation of each run is in the table, and no curve.
-    assert [title for title, _ in draw_curves(runs)] == ["training loss by epoch"]
+    # The only evaluation of each run is a point.
+    (training, loss), (validation, top1) = draw_curves(runs)
+    assert (training, validation) == (
+        "training loss by epoch",
+        "top-1 on the validation set by epoch",
+    )
+    assert [len(line["points"]) for line in loss["lines"] + top1["lines"]] == [2, 3, 1, 1]
+    assert draw_curves([run._replace(val=[]) for run in runs]) == [(training, loss)]
 
 
 # ------------------------------------------------------------------------- damaged files
@@ -295,6 +302,52 @@ def test_mutated_run_folders_give_a_report_or_one_sentence(run_folder):
             refused += 1
         path.write_bytes(content)
     assert 80 < refused < 190
+
+
+@pytest.fixture
+def student(tmp_path, micro):
+    """A finished run of two steps, with token labels."""
+    training.train(micro(tmp_path / "student", epochs=1, batch=6, mixtoken=False))
+    return tmp_path / "student"
+
+
+def test_outside_tokens_are_drawn_without_their_names(student):
+    """On 4 x 4 tokens; the key below a crop has the names."""
+    main(Report(runs=(student,)))
+    text = (student / "report.html").read_text()
+    assert "Right: the same crop without labels." in text
+    crops = re.findall(r'<svg viewBox="0 0 1 1".*?</svg>', text)
+    assert len(crops) == 6
+    assert all("<rect" in crop and "<text" not in crop for crop in crops)
+    assert text.count('<i class="swatch"') >= 6
+
+
+def test_outside_predictions_are_those_of_the_evaluation(student):
+    """All validation images are tried, as there are fewer than 64."""
+    main(Report(runs=(student,)))
+    text = (student / "report.html").read_text()
+    tried, right, wrong = map(
+        int, re.search(r"<p>(\d+) validation[^:]*: (\d+) right,\s+(\d+) wrong", text).groups()
+    )
+    result = json.loads((student / "result.json").read_text())
+    assert (tried, right / tried) == (result["images"], pytest.approx(result["top1_ema"]))
+    assert right + wrong == tried
+    assert "with its EMA weights at 32 px" in text
+    shown = re.findall(r'<b class="(right|wrong)">', text)
+    assert shown == ["wrong"] * min(6, wrong) + ["right"] * min(6, right)
+    assert text.count('alt="relevance for') == len(shown)
+
+
+def test_outside_a_run_without_validation_set_shows_no_predictions(student, capsys):
+    """The rest of the page is there, and a line says why."""
+    config = json.loads((student / "config.json").read_text())
+    config["data"]["val"] = str(student / "gone.beton")
+    (student / "config.json").write_text(json.dumps(config))
+    main(Report(runs=(student,)))
+    assert "the report shows no predictions: " in capsys.readouterr().err
+    text = (student / "report.html").read_text()
+    assert "What the model predicts" not in text
+    assert "What the student saw" in text
 
 
 def test_a_size_that_no_memory_holds_leaves_out_the_crops(tmp_path, micro, capsys):

@@ -4,6 +4,7 @@ import json
 import pkgutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -253,6 +254,21 @@ def test_classes_that_do_not_match_are_refused(data, model, count, stand_in):
     assert "\n" not in str(error.value)
 
 
+def test_outside_classes_that_match_by_number_alone_are_a_warning(capsys):
+    """Folders 0 to 9 of another dataset, and a model of 12 named classes."""
+    names = [f"n{number}" for number in range(12)]
+    trained = SimpleNamespace(class_names=names, model=SimpleNamespace(num_classes=12))
+    digits = [str(number) for number in range(10)]
+    match = match_classes(digits, names, 12, [])
+    validate.warn_of_numbers(match, digits, trained, Path("digits"))
+    said = capsys.readouterr().err
+    assert said.startswith("warning: the 10 classes of digits have numbers for names and were")
+    assert "with the 12 of the model, as 0 with 'n0'; if these are other classes" in said
+    match = match_classes(names[:3], names, 12, [])
+    validate.warn_of_numbers(match, names[:3], trained, Path("digits"))
+    assert capsys.readouterr().err == ""
+
+
 def test_numbered_folders_are_read_as_those_of_imagenet_v2(images, resnet, tmp_path):
     """The same images in folders 7, 97, ..., 997 give the same result."""
     for column in COLUMNS:
@@ -476,7 +492,7 @@ def test_defaults_are_those_of_the_run(images, student):
     ("fields", "message"),
     [
         (dict(loader="ffcv"), "is a folder; read it with --loader folder"),
-        (dict(loader="tar"), "--loader tar is unknown; choose one of folder, ffcv, dali"),
+        (dict(loader="tar"), "--loader tar is unknown; choose one of auto, folder, ffcv, dali"),
         (dict(threads=0), "--threads is 0, and must be at least 1"),
         (dict(crop_pct=1.5), "--crop-pct is 1.5, and must be from 0.001 to 1"),
         (dict(crop_pct=1e-320), "--crop-pct is 1e-320, and must be from 0.001 to 1"),

@@ -92,7 +92,13 @@ def config(micro, tmp_path):
         ),
         SHARED | dict(precision="bf16", epochs=1, distill_weight=0.0, align="none"),
         DENSE
-        | dict(bootstrap="joint", cutmix=1.0, epochs=1, fused_head="always", maps_on_device=True),
+        | dict(
+            bootstrap="joint",
+            model_kwargs=("num_heads=6", "depth=2", "fused_head=True"),
+            cutmix=1.0,
+            epochs=1,
+            maps_on_device=True,
+        ),
         DENSE
         | dict(agent="base", epochs=1, feature_adapt="sequence", cutmix=1.0, mix_label="regions"),
         SHARED

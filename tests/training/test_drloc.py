@@ -36,7 +36,7 @@ COMBINED = {
     "ce, cutmix, mixup": dict(CE, drloc="reg", drloc_grid=4, cutmix=1.0, mixup=0.8),
     "all, token-label": dict(drloc="all", drloc_grid=2, mixtoken=False),
     "published, fused head": dict(
-        drloc="ce", drloc_grid=0, drloc_published=True, fused_head="always"
+        drloc="ce", drloc_grid=0, drloc_published=True, model_kwargs=("depth=2", "fused_head=True")
     ),
     "vit": dict(CE, drloc="l1", drloc_grid=2, model="test_vit"),
     "vit, published": dict(CE, drloc="reg", drloc_grid=0, model="test_vit", drloc_published=True),

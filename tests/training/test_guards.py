@@ -148,7 +148,9 @@ def test_oom_error_names_options(error):
 def test_real_oom_is_recognized():
     """With the message of PyTorch itself."""
     with (
-        pytest.raises(UserError, match=r"out of memory with 2 images .*; give --microbatch 2 "),
+        pytest.raises(
+            UserError, match=r"out of memory with 2 images .*; give a smaller --size or --batch,"
+        ),
         explain_oom(2, "runs/x"),
     ):
         torch.empty(2**60)
@@ -157,3 +159,12 @@ def test_real_oom_is_recognized():
 def test_other_errors_pass():
     with pytest.raises(RuntimeError, match="another"), explain_oom(2, "runs/x"):
         raise RuntimeError("another")
+
+
+@pytest.mark.parametrize(("images", "part"), [(10, 2), (12, 6), (24, 12), (64, 32)])
+def test_outside_the_microbatch_that_an_oom_error_names_divides_the_batch(images, part):
+    with (
+        pytest.raises(UserError, match=rf"; give --microbatch {part} \("),
+        explain_oom(images, "runs/x"),
+    ):
+        raise MemoryError

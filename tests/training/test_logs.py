@@ -3,11 +3,15 @@
 import json
 import math
 
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import densefeed.train as training
 from densefeed.training.config import RunOptions
 from densefeed.training.logs import describe_result, open_log, truncate_metrics
+
+from ..runs import records
 
 
 def read_records(out):
@@ -143,3 +147,18 @@ def test_the_result_says_how_many_images_were_evaluated():
     assert describe_result(result).endswith(
         "; 1 unreadable image was not evaluated; skipped 1 unreadable training sample"
     )
+
+
+def test_outside_a_short_run_has_a_line_at_least_each_epoch(micro, tmp_path):
+    """Two epochs of three steps. The losses are means of those that a line for each step has."""
+    for name, every in (("each", 1), ("two", 2), ("rare", 1000)):
+        training.train(micro(tmp_path / name, log_every=every))
+    each, two, rare = (records(tmp_path / name) for name in ("each", "two", "rare"))
+    assert [line["step"] for line in each] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in two] == [1, 2, 4, 6]
+    assert [line["step"] for line in rare] == [1, 3, 6]
+    losses = [line["loss"] for line in each]
+    want = losses[0], np.mean(losses[1:3]), np.mean(losses[3:])
+    np.testing.assert_allclose([line["loss"] for line in rare], want, rtol=1e-6)
+    # The first step compiles and allocates, so it has no rate.
+    assert ["images_per_s" in line for line in rare] == [False, True, True]

@@ -230,7 +230,7 @@ def run_step(config: Config) -> Watch:
 OPTIONS = {
     "regions": {"mixtoken": False, "cutmix": 1.0, "mix_label": "regions"},
     "ground truth": {"ground_truth": "intended"},
-    "fused head": {"fused_head": "always"},
+    "fused head": {"model_kwargs": ("depth=2", "fused_head=True")},
     "no augmentation": {"rand_augment": "", "erase_probability": 0.0},
     "much augmentation": {"rand_augment": "rand-m9-n10-inc1"},
     "color jitter": {"rand_augment": "", "color_jitter": (0.4, 0.4, 0.4), "shift": 4},
@@ -277,7 +277,7 @@ def test_a_step_of_a_recipe_waits_for_nothing_and_multiplies_in_16_bits(recipe, 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_step_waits_for_nothing_whatever_its_options(name):
-    watch = run_step(with_options(LVVIT(), model_kwargs=("depth=2",), **OPTIONS[name]))
+    watch = run_step(with_options(LVVIT(), **{"model_kwargs": ("depth=2",)} | OPTIONS[name]))
     assert watch.waits == []
 
 
@@ -286,7 +286,7 @@ def test_a_step_waits_for_nothing_without_triton(monkeypatch, name):
     """Augmentation and targets have plain PyTorch for builds that come without."""
     for module in ("augment.fused", "fused_targets"):
         monkeypatch.setattr(f"densefeed.pipelines.{module}.has_triton", lambda: False)
-    watch = run_step(with_options(LVVIT(), model_kwargs=("depth=2",), **OPTIONS[name]))
+    watch = run_step(with_options(LVVIT(), **{"model_kwargs": ("depth=2",)} | OPTIONS[name]))
     assert watch.waits == []
     half = torch.float16 if name == "float16" else torch.bfloat16
     assert ("fused_token_loss" in watch.products[half]) == (name == "fused head")

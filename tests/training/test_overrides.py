@@ -50,8 +50,6 @@ def test_outside_size_beside_sizes_without_it_is_refused(words, option, monkeypa
     ("name", "fields", "message"),
     [
         ("lvvit_micro_ce", dict(maps_on_device=True), "--maps-on-device has no effect without --o"),
-        ("lvvit_micro_ce", dict(fused_head="always"), "--fused-head has no effect without"),
-        ("lvvit_micro_relabel", dict(fused_head="always"), "without --objective token-label"),
         (
             "lvvit_micro_token_label",
             dict(drop_path=0.3, model_kwargs=("drop_path_rate=0.1",)),
@@ -98,15 +96,9 @@ def test_outside_option_without_effect_is_refused_at_its_default_too(words, mess
         read(monkeypatch, *words)
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ("img_size=128", "img_size=128 has no effect beside --size, which is 64; give --size"),
-        ("fused_head=True", "--fused-head sets it"),
-    ],
-)
-def test_outside_model_arguments_that_options_override_are_refused(kwargs, message):
-    config = with_options(RECIPES["lvvit_micro_token_label"](), model_kwargs=(kwargs,))
+def test_outside_model_arguments_that_options_override_are_refused():
+    config = with_options(RECIPES["lvvit_micro_token_label"](), model_kwargs=("img_size=128",))
+    message = "img_size=128 has no effect beside --size, which is 64; give --size"
     with meta_device(), pytest.raises(UserError, match=message):
         build_model(config.model, config.data, objective_for(config), 10)
 
@@ -117,6 +109,10 @@ def test_outside_start_line_has_sizes_and_a_warm_up_that_does_not_end(micro, tmp
     printed = capsys.readouterr().out
     assert "trained at 16 and 32 px, evaluated at 48 px; 2 epochs of 3 steps" in printed
     assert ", not reached in 5 epochs of warm-up" in printed
+    training.train(micro(tmp_path / "one", epochs=1))
+    printed = capsys.readouterr().out
+    assert "; 1 epoch of 3 steps; " in printed
+    assert ", not reached in 1 epoch of warm-up" in printed
 
 
 def test_outside_resumed_run_says_that_init_is_not_read(micro, tmp_path, capsys):

@@ -14,7 +14,7 @@ import densefeed.train as training
 from densefeed.models import checkpoints
 from densefeed.system.errors import UserError
 from densefeed.training import setup
-from densefeed.training.ranks import Ranks, StopVote, init_distributed
+from densefeed.training.ranks import Ranks, StopVote, init_distributed, raise_on_rank0
 from densefeed.training.setup import divide_batch
 
 from ..runs import student_for
@@ -317,6 +317,38 @@ with init_distributed("cpu") as ranks:
     assert sorted(output.splitlines()) == [
         str((rank, [2.0, 4.0], rank, flags, [2.0, 1.0], "first")) for rank in range(2)
     ]
+
+
+def test_outside_a_rank_whose_neighbor_ended_says_one_sentence(tmp_path, torchrun):
+    """Rank 1 ends as after an error. Rank 0 waits for its gradient, then for torchrun's signal."""
+    (tmp_path / "program.py").write_text(
+        """
+import os, time, torch
+from densefeed.system.errors import UserError
+from densefeed.training.ranks import WAIT, init_distributed, raise_on_rank0
+
+waits, time.sleep = [], lambda seconds: waits.append(seconds)
+try:
+    with raise_on_rank0(), init_distributed("cpu") as ranks:
+        ranks.sum(torch.ones(1))
+        if ranks.rank == 1:
+            os._exit(0)
+        ranks.sum(torch.ones(1))
+except UserError as error:
+    print(waits == [2 * WAIT], error, flush=True)
+# Without what gloo does at the end of a process.
+os._exit(0)
+"""
+    )
+    want = (
+        "True rank 0 stopped, because another rank ended; its message says why, and --resume auto"
+    )
+    assert torchrun(tmp_path / "program.py").startswith(want)
+
+
+def test_outside_other_errors_of_a_rank_keep_their_traceback():
+    with pytest.raises(RuntimeError, match="no kernel image"), raise_on_rank0():
+        raise RuntimeError("no kernel image is available")
 
 
 def test_single_rank_has_no_delay_and_no_wrapper():

@@ -25,7 +25,9 @@ def warned(micro, tmp_path, capsys):
 def test_outside_validation_on_the_packed_training_images_warns(warned, packed, tmp_path):
     train, val = packed
     assert "training images" not in warned(train, val)
-    assert SAME.format(train) in warned(train, train)
+    said = warned(train, train)
+    assert SAME.format(train) in said
+    assert "--val-fraction" not in said
     # One file of several, by another path.
     shutil.copy(train, tmp_path / "a.beton")
     shutil.copy(train, tmp_path / "b.beton")
@@ -37,7 +39,9 @@ def test_outside_validation_on_the_packed_training_images_warns(warned, packed, 
 def test_outside_validation_on_a_training_folder_warns(warned, folder, tmp_path):
     assert "training images" not in warned(folder, folder, loader="folder")
     (tmp_path / "photos").symlink_to(folder / "train")
-    assert SAME.format(folder / "train") in warned(folder, folder / "train", loader="folder")
+    said = warned(folder, folder / "train", loader="folder")
+    assert SAME.format(folder / "train") in said
+    assert "give --val other images, or give --val-fraction 0.15 in its place" in said
     assert SAME.format(tmp_path / "photos") in warned(folder, tmp_path / "photos", loader="folder")
 
 

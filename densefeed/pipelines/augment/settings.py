@@ -86,13 +86,18 @@ class Augment(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if unknown := [name for name in self.operations if name not in OWN]:
-            raise UserError(f"--operations {unknown[0]}: no such operation is registered")
+            known = ", ".join(OWN) or "none"
+            raise UserError(
+                f"--operations {unknown[0]}: no such operation is registered (there are: {known}); "
+                "start the file that registers it, as docs/extending.md shows"
+            )
         if self.rand_augment:
             RandAugmentSpec.parse(self.rand_augment)
         jitter = self.color_jitter
         if any(jitter) and self.rand_augment and "3a" not in self.rand_augment:
             raise UserError(
-                "--color-jitter is off beside --rand-augment, as in timm; give one of the two"
+                "--color-jitter is off beside --rand-augment, as in timm; remove it, or give "
+                "--rand-augment ''"
             )
         if len(jitter) not in (0, 1, 3, 4):
             raise UserError(

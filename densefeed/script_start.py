@@ -1,0 +1,18 @@
+"""Begins a command that was started as a file of a checkout: `python tools/pack_dataset.py`.
+
+It is imported by such files alone, from their own folder, which `tools/script_start.py` links to,
+because this Python may lack the package `densefeed`.
+"""
+
+import sys
+
+try:
+    # Ctrl-C ends the process with a line from here on.
+    import densefeed  # noqa: F401
+except ModuleNotFoundError as error:
+    print(
+        f"error: {sys.executable} lacks the package {error.name}; activate the environment that "
+        "`make test` makes (source .venv/bin/activate), or install the package (pip install .)",
+        file=sys.stderr,
+    )
+    sys.exit(2)

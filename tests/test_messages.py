@@ -1,0 +1,104 @@
+"""Messages name options that exist, of a command that can print them, and commands that exist."""
+
+import ast
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from densefeed.system.commands import COMMANDS
+from densefeed.system.options import flag, hints, leaf_name, metadata
+from densefeed.tools import score_maps
+from densefeed.training.config import Config
+
+from .test_layout import PACKAGE, SOURCES, module_name, reach
+
+# Starts pytest and the benchmarks, whose options it writes out.
+LAUNCHER = PACKAGE / "tools/gpu_check.py"
+# Options of torchrun, ray, tar, git and tyro, and of every command.
+FOREIGN = {
+    *("--nproc-per-node", "--head", "--sparse", "--porcelain", "--short", "--tyro", "--help")
+}
+# An option that is written out, up to its value; what an f-string inserts is "\0".
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*(?![\w\0-])")
+
+
+def read_flags(options: type) -> Iterator[str]:
+    """Yield the options of a class, with those of its nested classes."""
+    for name, hint in hints(options).items():
+        if dataclasses.is_dataclass(hint):
+            yield from read_flags(hint)
+            continue
+        leaf = flag(leaf_name(name, hint))
+        yield leaf
+        if hint is bool:
+            yield leaf.replace("--", "--no-", 1)
+        for item in metadata(hint):
+            yield from getattr(item, "aliases", None) or ()
+
+
+@cache
+def command_options(name: str) -> frozenset[str]:
+    """Return the options of a command."""
+    if name == "score-maps":
+        parts = [inspect.signature(part).parameters for part in score_maps.COMMANDS.values()]
+        return frozenset(flag(one) for part in parts for one in part)
+    if name in ("train", "advise"):
+        # Its sections have the classes of the objectives' options, registered by now.
+        sections = [getattr(Config(), field.name) for field in dataclasses.fields(Config)]
+        return frozenset(option for one in sections for option in read_flags(type(one)))
+    module = import_module(f"densefeed.{COMMANDS[name]}")
+    found = inspect.getclosurevars(module.command).nonlocals.get("options")
+    return frozenset(read_flags(found)) if found else frozenset()
+
+
+def read_texts(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield line and text of the strings of a file, and its docstring if it is a command's help."""
+    tree = ast.parse(path.read_text())
+    inner, nodes = set(), list(ast.walk(tree))
+    for node in nodes:
+        if isinstance(node, ast.JoinedStr):
+            inner |= {id(part) for part in ast.walk(node) if part is not node}
+        kinds = ast.Module, ast.ClassDef, ast.FunctionDef
+        if isinstance(node, kinds) and ast.get_docstring(node) is not None:
+            is_help = isinstance(node, ast.Module) and "tools" in path.parts
+            inner |= set() if is_help else {id(node.body[0].value)}
+    for node in nodes:
+        if id(node) in inner:
+            continue
+        if isinstance(node, ast.JoinedStr):
+            parts = [part.value if isinstance(part, ast.Constant) else "\0" for part in node.values]
+            yield node.lineno, "".join(parts)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+
+
+def find_commands(module: str) -> list[str]:
+    """Return the commands that can print a module's messages."""
+    starts = {name: f"densefeed.{file}" for name, file in COMMANDS.items()}
+    found = [name for name, start in starts.items() if module in {start} | reach(start)]
+    # Recipes are help of `train`, which finds their modules by name.
+    return [*found, "train"] if module.startswith("densefeed.recipes.") else found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_outside_messages_name_options_of_a_command_that_prints_them(path):
+    """Or of a command that the message names."""
+    own, wrong = FOREIGN.union(*map(command_options, find_commands(module_name(path)))), []
+    for line, text in read_texts(path) if path != LAUNCHER else ():
+        named = [name for name in COMMANDS if re.search(rf"\b{name}\b", text)]
+        known = own.union(*map(command_options, named))
+        wrong += [(line, option) for option in OPTION.findall(text) if option not in known]
+    assert not wrong
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_outside_messages_name_commands_that_exist(path):
+    words = r"(?:`|with |with `|by `|see |run )densefeed ([a-z-]+)"
+    found = [(line, name) for line, text in read_texts(path) for name in re.findall(words, text)]
+    assert [(line, name) for line, name in found if name not in COMMANDS] == []

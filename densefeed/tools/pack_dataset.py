@@ -185,9 +185,9 @@ def main(packing: Packing) -> None:
             f"the first is {images.where(int(encoded[0]))}"
         )
     if warned:
-        images = "1 packed image" if len(warned) == 1 else f"{len(warned):,} packed images"
+        count = "1 packed image" if len(warned) == 1 else f"{len(warned):,} packed images"
         print(
-            f"warning: libjpeg says that {images} may be damaged: {'; '.join(warned[:NAMED])}; "
+            f"warning: libjpeg says that {count} may be damaged: {'; '.join(warned[:NAMED])}; "
             "`densefeed beton verify FOLDER` lists them all"
         )
     if reasons:

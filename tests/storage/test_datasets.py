@@ -243,6 +243,7 @@ def test_outside_labels_that_count_from_1_are_noted(tmp_path, capsys):
     assert capsys.readouterr().out == (
         f"note: {name} gives no image the label 0, so class 0 has no images; if its labels count "
         "from 1, subtract 1 from each\n"
+        f"{tmp_path} has no images of 1 of its 3 classes: 0\n"
     )
     name.write_text(lines.format(0, 1))
     Images(tmp_path, f"list/{name}")

@@ -193,6 +193,12 @@ def begin(labeling: Labeling, shows: bool) -> Pass:
     )
     teacher = teacher.to(device)
     caveats = [network.caveat for network in teacher.networks if network.caveat]
+    caveats += [
+        f"{network.name} states no names of its classes, which are matched with those of "
+        f"{images.root} by their order"
+        for network in teacher.networks
+        if network.by_order
+    ]
     for caveat in caveats if shows else ():
         print(f"note: {caveat}")
     return begin_pass(

@@ -28,6 +28,7 @@ how much was not measured.
 """
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -58,7 +59,7 @@ from densefeed.system.json_files import read_json
 from densefeed.system.options import Bounds, Count, own_first
 from densefeed.system.progress import bar
 from densefeed.system.provenance import check_replaceable, environment, write_json
-from densefeed.system.terminal import escape_controls, print_table
+from densefeed.system.terminal import escape_controls, print, print_table
 from densefeed.training.evaluation import Metrics, mean_metrics_sync, predict, sum_metrics
 from densefeed.training.load_model import Trained, Weights, open_trained
 
@@ -331,6 +332,8 @@ def main(options: Validation) -> dict:
         model.to(device, memory_format=torch.channels_last)
         normalize = Normalize(trained.mean, trained.std).to(device)
         measured = measure_sync(model, loader, normalize, match, device, dtype)
+    # NaN has no best class that ReaL labels could hold.
+    real = None if measured.metrics.nonfinite else real
     row = {
         "checkpoint": str(trained.path),
         "model": trained.name,
@@ -356,6 +359,8 @@ def main(options: Validation) -> dict:
         "device": str(device),
     } | environment(PACKAGES)
     print_table(table(row))
+    if fault := measured.metrics.describe_nonfinite():
+        print(f"warning: {fault}", file=sys.stderr, flush=True)
     if options.json:
         write_json(options.json, row)
     return row

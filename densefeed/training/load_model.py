@@ -52,10 +52,10 @@ class Trained(NamedTuple):
 def open_trained(
     path: Path, weights: Weights = "ema", model_name: str = "", size: int = 0
 ) -> Trained:
-    """Load the model of a checkpoint, or of a run folder's `last.pt`.
+    """Load the model of a checkpoint, of a run folder's `last.pt`, or of an exported folder.
 
     Args:
-        path: a checkpoint file, or a run folder of densefeed train.
+        path: a checkpoint file, or a folder of densefeed train or export.
         weights: `ema` selects EMA weights where there are any, `raw` the others.
         model_name: timm's name, for checkpoints that do not contain it. Their classes get the names
             of the ImageNet set with that number of classes, if there is one.
@@ -63,13 +63,7 @@ def open_trained(
 
     Raises UserError.
     """
-    if path.is_dir():
-        folder, path = path, path / "last.pt"
-        if not path.is_file():
-            raise UserError(
-                f"{folder} has no last.pt; give a run folder of densefeed train, or a checkpoint "
-                "file"
-            )
+    path = checkpoints.find_file(path)
     if size < 0:
         raise UserError(f"--size is {size}, and must be a number of pixels")
     model, checkpoint = checkpoints.build(path, model_name)

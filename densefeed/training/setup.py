@@ -121,7 +121,7 @@ def setup_run(config: Config, ranks: Ranks) -> Run:
     torch.manual_seed(config.run.seed)
     model, spec = build_model(config.model, data, objective, loader.num_classes)
     if config.model.init and not checkpoint:
-        note = checkpoints.initialize(model, config.model.init)
+        note = checkpoints.initialize(model, config.model.init, loader.class_names)
         if ranks.is_first:
             print(note)
     elif config.model.init and ranks.is_first:

@@ -6,6 +6,7 @@
 `densefeed train RECIPE --help` shows every option (densefeed/training/config.py).
 """
 
+import sys
 import time
 from collections.abc import Callable
 from contextlib import closing, nullcontext
@@ -198,7 +199,8 @@ def evaluate(run: Run, step: Step, log: RunLog, done: int) -> dict:
         result |= metrics.named(suffix)
         nonfinite[f"top1{suffix}"] = metrics.nonfinite
         if run.ranks.is_first and (fault := metrics.describe_nonfinite()):
-            print(f"warning: top1{suffix} after step {done:,}: {fault}", flush=True)
+            warning = f"warning: top1{suffix} after step {done:,}: {fault}"
+            print(warning, file=sys.stderr, flush=True)
     count = run.val.plan.num_samples
     result |= {"images": metrics.images, "unreadable": count - metrics.images}
     log.write("val", done, done / len(run.loader), result)

@@ -77,7 +77,7 @@ MODEL_SECONDS = 1.0
 class Validation(DecodeOptions, ThreadOptions, DeviceOptions):
     """The model and the data to evaluate it on."""
 
-    checkpoint: tyro.conf.Positional[Path]  # a checkpoint, or a run folder of densefeed train
+    checkpoint: tyro.conf.Positional[Path]  # a checkpoint, or a folder of densefeed train or export
     # a .beton, a folder of class folders, or a folder of splits, of which `val` is read
     data: Path
     # ffcv reads .beton files, folder reads folders; dali reads both, decoded by NVIDIA DALI

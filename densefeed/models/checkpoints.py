@@ -150,8 +150,10 @@ def read_exported(path: Path) -> dict:
     name = stated.get("architecture")
     if "num_classes" in stated:
         kwargs = {"num_classes": stated["num_classes"]} | kwargs
-    # A model that cannot be built so may still be named with --model.
-    if not is_registered(name) or find_forbidden(kwargs):
+    # A model that cannot be built so, or is evaluated with another filter than loaders have, may
+    # still be named with --model.
+    known = FACTS["eval_interpolation"][0](inputs.get("interpolation"))
+    if not known or not is_registered(name) or find_forbidden(kwargs):
         return found
     shape = inputs.get("input_size")
     data = {

@@ -9,6 +9,7 @@
 if not __package__:
     import script_start  # noqa: F401
 
+import sys
 import time
 from collections.abc import Callable
 from contextlib import closing, nullcontext
@@ -198,19 +199,25 @@ def save(run: Run, monitor: TrainMonitor, clock: RunClock, step: int) -> None:
 
 def evaluate(run: Run, step: Step, log: RunLog, done: int) -> dict:
     """Evaluate all networks of the student on the validation set; return and log their metrics."""
-    normalize, result = step.augmentation.normalize, {}
+    normalize, result, nonfinite = step.augmentation.normalize, {}, {}
     run.ranks.average(run.student.averaged)
     for suffix, model in run.student.evaluated.items():
         metrics = evaluate_sync(model, run.val, normalize, run.ranks, run.dtype, log.show_progress)
         result |= metrics.named(suffix)
+        nonfinite[f"top1{suffix}"] = metrics.nonfinite
+        if run.ranks.is_first and (fault := metrics.describe_nonfinite()):
+            warning = f"warning: top1{suffix} after step {done:,}: {fault}"
+            print(warning, file=sys.stderr, flush=True)
     count = run.val.plan.num_samples
     result |= {"images": metrics.images, "unreadable": count - metrics.images}
     log.write("val", done, done / len(run.loader), result)
     log.text = describe_accuracy(result)
     log.advance(0)
-    if run.ranks.is_first:
-        # By the weights that commands load from it by default.
-        run.kept.rate(done, result.get("top1_ema", result["top1"]))
+    # By the weights that commands load from it by default.
+    rated = "top1_ema" if "top1_ema" in result else "top1"
+    # A model that has diverged never becomes best.pt.
+    if run.ranks.is_first and not nonfinite[rated]:
+        run.kept.rate(done, result[rated])
     return result
 
 

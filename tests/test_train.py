@@ -614,6 +614,24 @@ def test_the_best_checkpoint_is_chosen_by_the_weights_that_tools_load(
     assert (tmp_path / "run" / "best.pt").resolve().name == f"step-{step:08d}.pt"
 
 
+def test_outside_an_evaluation_of_outputs_that_are_not_finite_makes_no_best_checkpoint(
+    packed, tmp_path, monkeypatch, capsys
+):
+    """The EMA, which tools load, diverges after the first of two evaluations."""
+    found = iter([(0.5, 0), (0.2, 0), (0.9, 0), (0.8, 4)])  # of model and EMA in turn
+
+    def evaluate(*_: object) -> Metrics:
+        top1, nonfinite = next(found)
+        return Metrics(top1, top5=1.0, loss=1.0, images=5, nonfinite=nonfinite)
+
+    monkeypatch.setattr(training, "evaluate_sync", evaluate)
+    training.train(config(packed, tmp_path / "run", epochs=2, eval_every=1))
+    first, second = (line["step"] for line in records(tmp_path / "run", "val"))
+    assert (tmp_path / "run" / "best.pt").resolve().name == f"step-{first:08d}.pt"
+    warning = f"warning: top1_ema after step {second}: the outputs of 4 of 5 images are not finite"
+    assert capsys.readouterr().err.count(warning) == 1
+
+
 def test_resumed_run_adds_up_its_time_and_rejects_other_maps(
     packed, folder, maps, random_maps, tmp_path
 ):

@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -28,6 +29,7 @@ from densefeed.models.model_spec import (
     ModelSpec,
     build_on_meta,
     find_forbidden,
+    imagenet_names,
     is_channels,
     is_registered,
 )
@@ -49,6 +51,8 @@ MAX_HEADER = 2**22
 MAX_TABLES = 2**28
 # Beside the checkpoints of a run folder; training/run_checkpoints.py writes it.
 MANIFEST = "manifest.json"
+# What densefeed export and the hub call the weights that the config.json beside them describes.
+EXPORTED = "model.safetensors"
 # Tensors of other dtypes, such as complex numbers, are not weights of a model.
 NUMBERS = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool),
@@ -76,28 +80,33 @@ class Facts(NamedTuple):
 
 
 def find_file(path: Path) -> Path:
-    """Return the file of a checkpoint: itself, or `last.pt` of a run folder. CheckpointError."""
+    """Return a checkpoint, or that of a folder: a run's newest one, or exported weights.
+
+    Raises CheckpointError if a folder has neither.
+    """
     if not path.is_dir():
         return path
-    if not (path / "last.pt").is_file():
-        raise CheckpointError(
-            f"{path} has no last.pt; give a run folder of densefeed train, or a checkpoint file"
-        )
-    return path / "last.pt"
+    for name in ("last.pt", EXPORTED):
+        if (path / name).is_file():
+            return path / name
+    raise CheckpointError(
+        f"{path} has no last.pt and no {EXPORTED}; give a run folder of densefeed train, a folder "
+        "of densefeed export, or a checkpoint file"
+    )
 
 
 def load(path: Path) -> dict:
     """Load the dictionary of a checkpoint on the CPU, without running code from the file.
 
-    A file that the manifest of its run folder lists must have the SHA-256 stated there. Raises
-    CheckpointError.
+    A file that the manifest of its run folder lists must have the SHA-256 stated there. Exported
+    weights come with what `read_exported` finds beside them. Raises CheckpointError.
     """
     try:
         with open_regular(path) as file:
             verify(file, path)
             if path.suffix == ".safetensors":
                 check_header(file, path)
-                return {"model": load_file(path)}
+                return {"model": load_file(path)} | read_exported(path)
             check_torch_file(file, MAX_PICKLE)
             # timm's trainer and those derived from it save the command line as a Namespace, which
             # has attributes and no code. torch warns about damaged pickles.
@@ -119,6 +128,41 @@ def load(path: Path) -> dict:
         what = f"a {type(checkpoint).__name__} instead of a dictionary of weights"
         raise CheckpointError(f"{path} holds {what}; choose another file")
     return checkpoint
+
+
+def read_exported(path: Path) -> dict:
+    """Return what config.json beside exported weights states, as a checkpoint of a run would.
+
+    It has timm's form; of others, such as transformers', only names of classes are read. Raises
+    CheckpointError if it is damaged.
+    """
+    config = path.with_name("config.json")
+    if path.name != EXPORTED or not config.is_file():
+        return {}
+    try:
+        stated = read_json(config, "copy it again")
+    except UserError as error:
+        raise CheckpointError(str(error)) from None
+    inputs, kwargs = (stated.get(key, {}) for key in ("pretrained_cfg", "model_args"))
+    if not isinstance(inputs, dict) or not isinstance(kwargs, dict):
+        return {}
+    found = {"class_names": read_names(stated) or read_names(inputs)}
+    name = stated.get("architecture")
+    if "num_classes" in stated:
+        kwargs = {"num_classes": stated["num_classes"]} | kwargs
+    # A model that cannot be built so, or is evaluated with another filter than loaders have, may
+    # still be named with --model.
+    known = FACTS["eval_interpolation"][0](inputs.get("interpolation"))
+    if not known or not is_registered(name) or find_forbidden(kwargs):
+        return found
+    shape = inputs.get("input_size")
+    data = {
+        "size": shape[-1] if isinstance(shape, list) and shape else None,
+        "crop_pct": inputs.get("crop_pct"),
+        "eval_interpolation": inputs.get("interpolation"),
+    }
+    found |= {key: inputs.get(key) for key in ("mean", "std")}
+    return found | {"recipe": {"name": name, "kwargs": kwargs}, "config": {"data": data}}
 
 
 def check_header(file: BinaryIO, path: Path) -> None:
@@ -326,7 +370,8 @@ def read_facts(checkpoint: dict, path: Path) -> Facts:
     config = stated.get("config")
     config = config if isinstance(config, dict) else {}
     data = config["data"] if isinstance(config.get("data"), dict) else config
-    given = {name: stated.get(name) for name in ("mean", "std", "class_names")}
+    given = {name: stated.get(name) for name in ("mean", "std")}
+    given["class_names"] = read_names(stated)
     given |= {name: data.get(name) for name in ("size", "crop_pct", "eval_interpolation")}
     for name, (valid, expected) in FACTS.items():
         if given[name] is not None and not valid(given[name]):
@@ -334,6 +379,27 @@ def read_facts(checkpoint: dict, path: Path) -> Facts:
     for name in ("mean", "std"):
         given[name] = given[name] and tuple(given[name])
     return Facts(**given | {"class_names": list(given["class_names"] or [])})
+
+
+def read_names(stated: dict) -> object:
+    """Return the names of classes in the order of the logits; None if a file states none.
+
+    They are `class_names` of our checkpoints, timm's `label_names`, torchvision's `class_to_idx`,
+    or `id2label` of transformers. Only the first may be anything but a list of names.
+    """
+    if stated.get("class_names") is not None:
+        return stated["class_names"]
+    names, numbers = stated.get("label_names"), stated.get("class_to_idx")
+    if not names and isinstance(numbers, dict) and all(type(n) is int for n in numbers.values()):
+        names = {number: name for name, number in numbers.items()}
+    names = names or stated.get("id2label")
+    if isinstance(names, dict):
+        # The keys of a JSON object are texts.
+        names = [names.get(number, names.get(str(number))) for number in range(len(names))]
+    # transformers makes up names such as LABEL_0 where it knows none.
+    if not names or not are_names(names) or names[0] == "LABEL_0":
+        return None
+    return list(names)
 
 
 def are_names(value: object) -> bool:
@@ -356,13 +422,14 @@ FACTS = {
 }
 
 
-def initialize(model: nn.Module, path: Path) -> str:
+def initialize(model: nn.Module, path: Path, class_names: Sequence[str] = ()) -> str:
     """Initialize a model from the weights in a file; return one line on what was used and is new.
 
-    The file may be ours or our run folder, a published LV-ViT file, or one of timm's for the same
+    The file may be ours, or a run folder, a published LV-ViT file, or one of timm's for the same
     model, safetensors included; EMA weights are preferred. The model family's
     `checkpoint_filter_fn` (timm's convention) adapts names and the position table. A head that the
-    file does not have, or has with other classes, keeps its initial weights. Raises
+    file does not have, or has with other classes, keeps its initial weights. One of the model's
+    `class_names` in another order is put in theirs; () does not compare names. Raises
     CheckpointError, and changes nothing, where any other tensor is missing, unexpected or of
     another shape.
     """
@@ -381,7 +448,8 @@ def initialize(model: nn.Module, path: Path) -> str:
         ) from error
 
     unused = len(weights) - len(fitted)
-    fitted, new, classes = drop_unfit_heads(fitted, model)
+    fitted, others, about_classes = match_heads(fitted, model, checkpoint, list(class_names))
+    fitted, new, classes = drop_unfit_heads(fitted, model, others)
     if mismatch := find_mismatch(fitted, model, new):
         counts = [sum(map(Tensor.numel, w.values())) for w in (weights, model.state_dict())]
         raise CheckpointError(
@@ -398,18 +466,61 @@ def initialize(model: nn.Module, path: Path) -> str:
     table, resized = weights.get("pos_embed"), fitted.get("pos_embed")
     if table is not None and resized is not None and table.shape != resized.shape:
         notes.append(f"position table resized from {table.shape[1]:,} to {resized.shape[1]:,} rows")
+    if about_classes and get_heads(fitted, model):
+        notes.append(about_classes)
     if new:
-        in_file = f" ({classes:,} classes in the file)" if classes else ""
+        in_file = f" ({classes:,} {'other ' * others}classes in the file)" if classes else ""
         notes.append(f"new: {' and '.join(new)}{in_file}")
     if unused:
         notes.append(f"{unused:,} tensors of the file not used")
     return "; ".join(notes)
 
 
+def get_heads(weights: dict[str, Tensor], model: nn.Module) -> list[str]:
+    """Return the names of the model's heads that `weights` have with as many classes."""
+    classifiers = getattr(model, "pretrained_cfg", {}).get("classifier") or ()
+    names, own = (classifiers,) if isinstance(classifiers, str) else classifiers, model.state_dict()
+    pairs = {name: (weights.get(f"{name}.weight"), own.get(f"{name}.weight")) for name in names}
+    return [
+        name
+        for name, (there, here) in pairs.items()
+        if there is not None and here is not None and len(there) == len(here)
+    ]
+
+
+def match_heads(
+    weights: dict[str, Tensor], model: nn.Module, checkpoint: dict, class_names: list[str]
+) -> tuple[dict[str, Tensor], bool, str]:
+    """Put the rows of heads in the order of `class_names`, by the names that a file states.
+
+    Returns the weights, whether the file's classes are others, and what was matched how.
+    """
+    names = read_names(checkpoint) if weights_key(checkpoint) else None
+    names = list(names) if names and are_names(names) else []
+    # ImageNet's numbering is known.
+    if not names and sorted(imagenet_names(model)) == sorted(class_names):
+        names = imagenet_names(model)
+    if not class_names or names == class_names:
+        return weights, False, ""
+    if sorted(names) == sorted(class_names):
+        rows, heads = [names.index(name) for name in class_names], get_heads(weights, model)
+        ordered = {
+            name: tensor[rows]
+            for name, tensor in weights.items()
+            if name.rpartition(".")[0] in heads
+        }
+        return weights | ordered, False, "classes of its head renumbered by name"
+    # A .beton of stock FFCV, or a model trained on one, has numbers in place of names.
+    unnamed = [str(number) for number in range(len(class_names))]
+    if names and unnamed not in (names, class_names):
+        return weights, True, ""
+    return weights, False, "classes of its head matched with those of the data by their order"
+
+
 def drop_unfit_heads(
-    weights: dict[str, Tensor], model: nn.Module
+    weights: dict[str, Tensor], model: nn.Module, others: bool = False
 ) -> tuple[dict[str, Tensor], list[str], int]:
-    """Return the weights without heads that do not fit the model.
+    """Return the weights without heads that do not fit the model; if it has `others`, without all.
 
     Also returns the names of the model's heads that therefore keep their initial weights, and the
     number of classes of such a head in the file, 0 if there is none.
@@ -418,7 +529,7 @@ def drop_unfit_heads(
     new, classes, own = [], 0, model.state_dict()
     for head in (classifiers,) if isinstance(classifiers, str) else classifiers:
         there, here = (tensors.get(f"{head}.weight") for tensors in (weights, own))
-        if here is None or there is None or len(there) != len(here):
+        if here is None or there is None or others or len(there) != len(here):
             new += [head] if here is not None else []
             classes = len(there) if there is not None else classes
             weights = {

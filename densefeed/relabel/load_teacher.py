@@ -13,6 +13,7 @@ from pkgutil import resolve_name
 from typing import NamedTuple
 
 import timm
+import torch
 from torch import nn
 
 from densefeed.models import checkpoints
@@ -52,6 +53,7 @@ def load_teacher(
 ) -> tuple[Teacher, str]:
     """Load the teacher on the CPU; return it and its name in a store.
 
+    A network that states the names of the data's classes in another order is matched by name.
     `sources` name one network or the members of an ensemble. `models`, `sizes` and `class_maps` are
     one for all or one for each; the first and the last may be empty. The name includes class maps
     and test-time views. Raises UserError with the source that cannot be used and the reason.
@@ -70,15 +72,19 @@ def load_teacher(
         )
     models = _repeat(models or [""], len(sources), "--model")
     class_maps = _repeat(class_maps or [NO_CLASS_MAP], len(sources), "--class-map")
-    members = []
+    members, by_order = [], []
     for source, model_name, size, file in zip(sources, models, sizes, class_maps, strict=True):
         network = load_network(source, model_name, size)
         name, class_map = source, None
+        theirs = _find_names(network, data_names)
         if file != NO_CLASS_MAP:
             class_map = _read_class_map(Path(file), network, source, data_names)
             # The store keeps this name. Another class map gives another name, so that no pass is
             # resumed with it.
             name = f"{source} by {Path(file).name} {_digest(class_map)}"
+        elif theirs != data_names and sorted(theirs) == sorted(data_names):
+            class_map = _renumber(theirs, data_names)
+            name = f"{source} by name {_digest(class_map)}"
         # Without names only the number of classes can be compared, which `begin_pass` does.
         elif network.class_names and network.class_names != data_names:
             difference = describe_difference(
@@ -88,6 +94,7 @@ def load_teacher(
                 f"{source} was trained on other classes than the data has ({difference}); choose a "
                 "teacher of the same classes, or pass a --class-map"
             )
+        by_order.append(not theirs and class_map is None)
         members.append((network.model, size, network.config, class_map, name))
     joined = " + ".join(member[-1] for member in members)
     (model, size, config, class_map, name), *others = members
@@ -102,6 +109,8 @@ def load_teacher(
         tiles=tiles,
         others=[Network(*other) for other in others],
     )
+    for network, unnamed in zip(teacher.networks, by_order, strict=True):
+        network.by_order = unnamed
     return teacher, joined + (f", {tta_views} views" if tta_views > 1 else "")
 
 
@@ -125,6 +134,11 @@ def load_network(source: str, model_name: str, size: int) -> Loaded:
         own = {"mean": facts.mean, "std": facts.std}
         model.pretrained_cfg.update({name: value for name, value in own.items() if value})
         model, names = set_input_size(model, size), facts.class_names
+        if names and len(names) != getattr(model, "num_classes", len(names)):
+            raise UserError(
+                f"{path} names {len(names)} classes but its model has {model.num_classes}; train "
+                "or copy it again"
+            )
     elif FACTORY.fullmatch(source):
         model = call_factory(source)
         names = list(getattr(model, "class_names", []))
@@ -236,6 +250,19 @@ def _read_class_map(path: Path, network: Loaded, source: str, data_names: list[s
             "num_classes of the module"
         )
     return read_class_map(path, names or imagenet_names(network.model), count, data_names)
+
+
+def _find_names(network: Loaded, data_names: list[str]) -> list[str]:
+    """Return the names of a teacher's classes: its own, or ImageNet's if those are the data's."""
+    known = imagenet_names(network.model)
+    return network.class_names or (known if sorted(known) == sorted(data_names) else [])
+
+
+def _renumber(teacher_names: list[str], data_names: list[str]) -> ClassMap:
+    """Return the class map between two orders of the same names."""
+    place = {name: number for number, name in enumerate(data_names)}
+    target = torch.tensor([place[name] for name in teacher_names])
+    return ClassMap(torch.arange(len(target)), target, len(target))
 
 
 def _digest(class_map: ClassMap) -> str:

@@ -87,6 +87,8 @@ class Network(nn.Module):
         super().__init__()
         self.model, self.input_size = model.eval(), input_size
         self.name = name or type(model).__name__
+        # Whether its classes are taken for those of the data without a comparison of names.
+        self.by_order = False
         if config["interpolation"] not in INTERPOLATIONS:
             raise UserError(
                 f"{self.name} needs images resized by {config['interpolation']!r}, and only "

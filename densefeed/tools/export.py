@@ -126,6 +126,18 @@ def write_safetensors(trained: Trained, path: Path) -> None:
     path.write_bytes(safetensors.torch.save(state, metadata={"format": "pt"}))
 
 
+def check_outputs(trained: Trained) -> None:
+    """Raise UserError if the logits of noise are not finite, as after a training that diverged."""
+    rng = torch.Generator().manual_seed(0)
+    image = torch.randn(TRACED, 3, trained.size, trained.size, generator=rng)
+    with torch.inference_mode():
+        if not trained.model(image).isfinite().all():
+            raise UserError(
+                f"{trained.path}: the outputs of its model are not finite; export an older "
+                "checkpoint"
+            )
+
+
 def check_onnx_packages() -> None:
     """Raise UserError if a package that ONNX export needs is missing."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -255,6 +267,7 @@ def main(export: Export) -> list[Path]:
     for path in files:
         check_regular(path)
     trained = open_trained(export.checkpoint, export.weights, export.model, export.size)
+    check_outputs(trained)
     new_folder = not out.exists()
     try:
         agreement = write_files(trained, files, out)

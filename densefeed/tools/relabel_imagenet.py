@@ -84,7 +84,8 @@ class Labeling(SplitOptions, DecodeOptions, ThreadOptions, DeviceOptions):
     data: Location
     # score maps to write: a file NAME.h5, or a folder or s3://BUCKET/FOLDER of shards
     out: Location
-    # timm model, checkpoint, run folder or package.module:factory; repeat it for an ensemble
+    # timm model, checkpoint, folder of train or export, or package.module:factory; repeat it for an
+    # ensemble
     teacher: UseAppendAction[tuple[str, ...]]
     # timm's name of the model, for a checkpoint that does not contain it; once, or for each teacher
     model: tuple[str, ...] = ()
@@ -202,6 +203,12 @@ def begin(labeling: Labeling, shows: bool) -> Pass:
     )
     teacher = teacher.to(device)
     caveats = [network.caveat for network in teacher.networks if network.caveat]
+    caveats += [
+        f"{network.name} states no names of classes; they are matched by order with those of "
+        f"{images.root}"
+        for network in teacher.networks
+        if network.by_order
+    ]
     for caveat in caveats if shows else ():
         print(f"note: {caveat}")
     return begin_pass(

@@ -80,7 +80,7 @@ MODEL_SECONDS = 1.0
 class Validation(DecodeOptions, ThreadOptions, DeviceOptions):
     """The model and the data to evaluate it on."""
 
-    checkpoint: tyro.conf.Positional[Path]  # a checkpoint, or a run folder of densefeed train
+    checkpoint: tyro.conf.Positional[Path]  # a checkpoint, or a folder of densefeed train or export
     # a .beton, a folder of class folders, or a folder of splits, of which `val` is read; of the
     # folder that the model's run divided by --val-fraction, its validation images
     data: Path
@@ -372,6 +372,8 @@ def main(options: Validation) -> dict:
         model.to(device, memory_format=torch.channels_last)
         normalize = Normalize(trained.mean, trained.std).to(device)
         measured = measure_sync(model, loader, normalize, match, device, dtype)
+    # NaN has no best class that ReaL labels could hold.
+    real = None if measured.metrics.nonfinite else real
     row = {
         "checkpoint": str(trained.path),
         "model": trained.name,
@@ -397,6 +399,8 @@ def main(options: Validation) -> dict:
         "device": str(device),
     } | environment(PACKAGES)
     print_table(table(row))
+    if fault := measured.metrics.describe_nonfinite():
+        print(f"warning: {fault}", file=sys.stderr, flush=True)
     if options.json:
         write_json(options.json, row)
     return row

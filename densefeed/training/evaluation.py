@@ -29,6 +29,16 @@ class Metrics(NamedTuple):
     top5: float  # 0 to 1, whose label is among the best five (all, with fewer classes)
     loss: float  # cross entropy, nats
     images: int  # number of these images
+    nonfinite: int = 0  # of these, images whose outputs are not finite; they count as wrong
+
+    def describe_nonfinite(self) -> str:
+        """Say how many images have outputs that are not finite; "" if none has."""
+        if not self.nonfinite:
+            return ""
+        return (
+            f"the outputs of {self.nonfinite:,} of {self.images:,} images are not finite; "
+            "these images count as wrong"
+        )
 
     def named(self, suffix: str) -> dict[str, float]:
         """Return the means, with a suffix to their names."""
@@ -61,19 +71,21 @@ def predict(
 
 @torch.inference_mode()
 def sum_metrics(predictions: Iterable[Weighted]) -> Tensor:
-    """Sum the fields of `Metrics` over all images, and count these: float64 `[4]`.
+    """Sum the fields of `Metrics` over all images: float64 `[5]`.
 
     An image of weight 0, as padding, does not count. Nothing waits. ValueError without any batch.
     """
     sums = None
     for logits_NK, label_N, weight_N in predictions:
         best_NM = logits_NK.topk(min(TOP, logits_NK.shape[1])).indices
-        right_N = logits_NK.argmax(-1) == label_N
-        right5_N = (best_NM == label_N[:, None]).any(-1)
         loss_N = F.cross_entropy(logits_NK, label_N, reduction="none")
+        # NaN ranks first, so class 0 would be right where all logits are NaN.
+        finite_N = loss_N.isfinite()
+        right_N = (logits_NK.argmax(-1) == label_N) & finite_N
+        right5_N = (best_NM == label_N[:, None]).any(-1) & finite_N
         # float64: a sum of 50,000 losses keeps every digit of each, whatever the batches.
         weight_N = weight_N.double()
-        values = right_N, right5_N, loss_N, torch.ones_like(loss_N)
+        values = right_N, right5_N, loss_N, torch.ones_like(loss_N), ~finite_N
         new = torch.stack([(value_N * weight_N).sum() for value_N in values])
         sums = new if sums is None else sums + new
     if sums is None:
@@ -83,13 +95,14 @@ def sum_metrics(predictions: Iterable[Weighted]) -> Tensor:
 
 def mean_metrics_sync(sums: Tensor) -> Metrics:
     """Divide by the number of images; waits for the device. UserError if there are none."""
-    *values, total = sums.tolist()
+    *values, total, nonfinite = sums.tolist()
     if not total:
         raise UserError(
             "none of the images of the evaluation can be read; see the messages above for the "
             "reasons"
         )
-    return Metrics(*(value / total for value in values), images=round(total))
+    means = (value / total for value in values)
+    return Metrics(*means, images=round(total), nonfinite=round(nonfinite))
 
 
 def evaluate_sync(

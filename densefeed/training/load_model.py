@@ -65,10 +65,10 @@ class Trained(NamedTuple):
 def open_trained(
     path: Path, weights: Weights = "ema", model_name: str = "", size: int = 0
 ) -> Trained:
-    """Load the model of a checkpoint, or of a run folder's `last.pt`.
+    """Load the model of a checkpoint, of a run folder's `last.pt`, or of an exported folder.
 
     Args:
-        path: a checkpoint file, or a run folder of densefeed train.
+        path: a checkpoint file, or a folder of densefeed train or export.
         weights: `ema` selects EMA weights where there are any, `raw` the others.
         model_name: timm's name, for checkpoints that do not contain it. Their classes get the names
             of the ImageNet set with that number of classes, if there is one.

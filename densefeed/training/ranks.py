@@ -68,6 +68,14 @@ class Ranks:
             dist.broadcast_object_list(values, device=torch.device("cpu"))
         return values[0]
 
+    def gather_sync(self, value: object) -> list[object]:
+        """Return the values of all ranks, on all ranks."""
+        values = [value] * self.size
+        if self.size > 1:
+            # By gloo: PyTorch gathers objects on the CPU wherever a group has a backend for it.
+            dist.all_gather_object(values, value)
+        return values
+
     def broadcast(self, module: nn.Module) -> None:
         """Give the weights and buffers of rank 0 to all ranks, as DDP does."""
         if self.size > 1:

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -122,6 +123,8 @@ def setup_run(config: Config, ranks: Ranks) -> Run:
     loader = open_loader(data, optim, config.run.seed, objective, "train", ranks)
     check_pairs(loader.plan, config.mix)
     val = open_loader(data, optim, config.run.seed, objective, "evaluate", ranks)
+    # First of all that depends on the data: ranks that differ would wait for each other later.
+    check_same_on_ranks(ranks, loader, val)
     align_classes(data, loader, val, ranks)
     check_datasets(data, objective, loader)
     if ranks.is_first:
@@ -130,13 +133,20 @@ def setup_run(config: Config, ranks: Ranks) -> Run:
             warn_orientation(data)
     check_published(data, config.augment.augment_before_crop, objective, loader, ranks)
     maps = checksum_maps(data.on_bad_sample, objective, loader)
+    first, *others = ranks.gather_sync(maps)
+    for rank, theirs in enumerate(others, start=1):
+        if theirs != first:
+            raise UserError(
+                f"rank {rank} reads other score maps than rank 0; give every rank the same copy of "
+                f"{data.maps_name}"
+            )
     if checkpoint:
         check_same_data(out, checkpoint, loader.fingerprint, maps)
     # The first draws are those of the weights: the same seed gives the same ones.
     torch.manual_seed(config.run.seed)
     model, spec = build_model(config.model, data, objective, loader.num_classes)
     if config.model.init and not checkpoint:
-        note = checkpoints.initialize(model, config.model.init)
+        note = checkpoints.initialize(model, config.model.init, loader.class_names)
         if ranks.is_first:
             print(note)
     elif config.model.init and ranks.is_first:
@@ -291,6 +301,29 @@ def check_frozen(objective: Objective) -> None:
             "--frozen-statistics keeps the statistics of BatchNorm, and the network that "
             f"{objective.flag} adds begins without any; give one of the two"
         )
+
+
+def check_same_on_ranks(ranks: Ranks, train: ThreadedLoader, val: ThreadedLoader) -> None:
+    """Raise UserError on all ranks if one of them reads other images, labels or classes."""
+    own = [(len(each.source.labels), each.class_names, each.fingerprint) for each in (train, val)]
+    first, *others = ranks.gather_sync(own)
+    kinds = ("training", "--data"), ("validation", "--val")
+    for rank, theirs in enumerate(others, start=1):
+        for (kind, option), want, found in zip(kinds, first, theirs, strict=True):
+            if want == found:
+                continue
+            (want_count, want_names, _), (count, names, _) = want, found
+            what = "with other paths, labels or sizes of files"
+            if count != want_count:
+                what = f"{count:,} images, not {want_count:,}"
+            elif names != want_names:
+                pairs = zip_longest(names, want_names)
+                name, want_name = next(pair for pair in pairs if len({*pair}) > 1)
+                what = f"class {name}, not {want_name}"
+            raise UserError(
+                f"rank {rank} reads other {kind} data than rank 0 ({what}); give every rank the "
+                f"same copy at {option}"
+            )
 
 
 def align_classes(

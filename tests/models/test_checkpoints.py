@@ -265,6 +265,44 @@ def test_heads_with_other_classes_keep_their_initial_weights_and_are_reported(tm
     assert torch.equal(features.model.pos_embed, source.pos_embed)
 
 
+@pytest.mark.parametrize("key", ["class_names", "class_to_idx"])
+def test_outside_a_head_in_another_order_is_renumbered_by_name(tmp_path, key):
+    source, names = build_random(num_classes=3), ["1", "10", "2"]
+    numbers = {name: number for number, name in enumerate(names)}
+    stated = {key: numbers if key == "class_to_idx" else names}
+    path = save({"model": source.state_dict()} | stated, tmp_path / "file.pt")
+    model = timm.create_model("lvvit_micro", num_classes=3)
+    line = checkpoints.initialize(model, path, ["1", "2", "10"])
+    assert line == f"initialized from {path}; classes of its head renumbered by name"
+    for name, tensor in model.state_dict().items():
+        want = source.state_dict()[name]
+        heads = name.startswith(("head", "token_head"))
+        assert torch.equal(tensor, want[[0, 2, 1]] if heads else want), name
+    assert checkpoints.initialize(model, path, names) == f"initialized from {path}"
+    assert torch.equal(model.head.weight, source.head.weight)
+
+
+def test_outside_a_head_of_as_many_other_classes_is_new(tmp_path):
+    source = build_random(num_classes=3)
+    state = {"model": source.state_dict(), "class_names": ["ant", "bee", "cat"]}
+    path = save(state, tmp_path / "file.pt")
+    model = timm.create_model("lvvit_micro", num_classes=3)
+    built = model.head.weight.clone()
+    line = checkpoints.initialize(model, path, ["ant", "bee", "dog"])
+    assert line.endswith("; new: head and token_head (3 other classes in the file)")
+    assert torch.equal(model.head.weight, built)
+
+
+@pytest.mark.parametrize("stated", [{}, {"class_names": ["0", "1", "2"]}])
+def test_outside_a_head_without_names_is_said_to_go_by_order(tmp_path, stated):
+    source = build_random(num_classes=3)
+    path = save({"model": source.state_dict()} | stated, tmp_path / "file.pt")
+    model = timm.create_model("lvvit_micro", num_classes=3)
+    line = checkpoints.initialize(model, path, ["ant", "bee", "cat"])
+    assert line.endswith("; classes of its head matched with those of the data by their order")
+    assert torch.equal(model.head.weight, source.head.weight)
+
+
 def test_a_head_that_only_the_file_or_the_model_has(tmp_path):
     """A file without a token head leaves the model's as built; a model without one ignores it."""
     both, single = build_random(num_classes=5), build_random(num_classes=5, token_head=False)

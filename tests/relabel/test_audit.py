@@ -9,6 +9,7 @@ import io
 import itertools
 import json
 import os
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -172,6 +173,20 @@ def test_oriented_maps_are_a_fault_that_names_the_orientation(
     assert (fault.name, fault.verdict) == ("orientation", "fault")
     assert f"if they are {ORIENTATIONS[orientation]};" in fault.evidence
     assert ("--axes column-row" in fault.remedy) == (orientation == 4)
+
+
+def test_outside_images_mirrored_after_labeling_are_found_by_the_reference(
+    clean, located, tmp_path
+):
+    """The fingerprint alone would not show it for files that keep their sizes, such as BMP."""
+    root = shutil.copytree(clean.images.root, tmp_path / "images")
+    for path in root.rglob("*.*"):
+        with Image.open(path) as image:
+            mirrored = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        mirrored.save(path)
+    result = audit(clean.store.path, Images(root), located.teachers(1), 200)
+    faults = {fault.name: fault.evidence for fault in alarms(result)}
+    assert "if they are mirrored left-right;" in faults["orientation"]
 
 
 def test_the_next_best_orientation_has_the_next_greatest_correlation(clean, located):

@@ -1,6 +1,7 @@
 """The labeling pass: stored rows against a direct computation, resume after kill -9, accuracy."""
 
 import errno
+import json
 import re
 import shutil
 import threading
@@ -436,6 +437,18 @@ def test_the_command_dry_runs(settings, tmp_path, capsys):
 def test_outside_dry_run_says_that_it_does_not_read_the_shard(settings, capsys):
     relabel_imagenet.main(replace(settings, dry_run=True, shard="0/2"))
     assert "--dry-run does not read --shard 0/2: this is the whole" in capsys.readouterr().out
+
+
+def test_outside_a_teacher_without_class_names_is_said_to_go_by_order(settings, tmp_path, capsys):
+    note = f"states no names of classes; they are matched by order with those of {settings.data}"
+    relabel_imagenet.main(replace(settings, dry_run=True))
+    assert note in capsys.readouterr().out.replace("\n", " ")
+    names = Images(settings.data).class_names
+    (tmp_path / "config.json").write_text(json.dumps({"label_names": names}))
+    named = tmp_path / "model.safetensors"
+    (tmp_path / "teacher.safetensors").rename(named)
+    relabel_imagenet.main(replace(settings, teacher=(str(named),), dry_run=True))
+    assert "matched by order" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("mode", "want"), [("auto", False), ("never", False), ("whole", True)])

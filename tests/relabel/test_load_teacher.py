@@ -1,12 +1,15 @@
 """Loading teachers: a user's modules, ensembles, class maps, and messages for unusable ones."""
 
+import json
 import re
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
+from safetensors.torch import save_file
 
 from densefeed.relabel.load_teacher import load_teacher
 from densefeed.storage.score_maps import ScoreMapStore
@@ -121,7 +124,7 @@ def test_unusable_teachers_are_reported(here, sources, options, message):
 def test_other_classes_are_refused_with_the_remedy(here):
     message = r"other classes .*choose a teacher of the same classes, or pass a --class-map"
     with pytest.raises(UserError, match=message):
-        load_teacher(["my_teachers:Pair"], (), (64,), (), ["dog", "cat"], "squash", 1, 1)
+        load_teacher(["my_teachers:Pair"], (), (64,), (), ["dog", "cow"], "squash", 1, 1)
     (here / "same.csv").write_text("teacher,data\ncat,cat\ndog,dog\n")
     teacher, _ = load_teacher(
         ["my_teachers:Pair"], (), (64,), ["same.csv"], ["dog", "cat"], "squash", 1, 1
@@ -129,6 +132,69 @@ def test_other_classes_are_refused_with_the_remedy(here):
     plain, _ = load("my_teachers:Pair")
     image = torch.randint(0, 256, (1, 1, 64, 64, 3), dtype=torch.uint8)
     torch.testing.assert_close(teacher(image)[..., [1, 0]], plain(image))
+
+
+@pytest.fixture
+def ordered(here):
+    """Weights of a teacher whose classes are 1, 10, 2, as torchvision sorts them, without names."""
+    torch.manual_seed(0)
+    model = timm.create_model("test_resnet", num_classes=3)
+    save_file(model.state_dict(), here / "model.safetensors")
+    torch.save({"state_dict": model.state_dict()}, here / "plain.pt")
+    numbers = {"1": 0, "10": 1, "2": 2}
+    torch.save({"state_dict": model.state_dict(), "class_to_idx": numbers}, here / "names.pt")
+    return model
+
+
+def score(source, names, model="test_resnet"):
+    """Logits of a cell, whether classes go by order, and the name of the teacher."""
+    models = [model] if model else []
+    teacher, name = load_teacher([source], models, (64,), (), names, "squash", 1, 1)
+    image = torch.randint(0, 256, (1, 1, 64, 64, 3), dtype=torch.uint8, generator=seeded())
+    return teacher(image), teacher.networks[0].by_order, name
+
+
+def seeded():
+    return torch.Generator().manual_seed(0)
+
+
+NAMES_BESIDE = {
+    "timm": {"architecture": "test_resnet", "num_classes": 3, "label_names": ["1", "10", "2"]},
+    "transformers": {"id2label": {"0": "1", "1": "10", "2": "2"}},
+}
+
+
+@pytest.mark.parametrize("form", NAMES_BESIDE)
+def test_outside_names_beside_weights_put_classes_in_the_order_of_the_data(here, ordered, form):
+    plain, by_order, _ = score("plain.pt", ["1", "2", "10"])
+    assert by_order
+    (here / "config.json").write_text(json.dumps(NAMES_BESIDE[form]))
+    for source in ("model.safetensors", "names.pt"):
+        logits, by_order, name = score(source, ["1", "2", "10"])
+        assert not by_order
+        assert re.fullmatch(rf"{source} by name [0-9a-f]{{8}}", name)
+        # Each class has its own logit, bit for bit.
+        assert torch.equal(logits, plain[..., [0, 2, 1]])
+        assert score(source, ["1", "10", "2"])[2] == source
+        with pytest.raises(UserError, match=r"other classes than the data"):
+            score(source, ["1", "2", "11"])
+
+
+def test_outside_names_that_transformers_makes_up_are_none(here, ordered):
+    labels = {"id2label": {str(n): f"LABEL_{n}" for n in range(3)}}
+    (here / "config.json").write_text(json.dumps(labels))
+    logits, by_order, _ = score("model.safetensors", ["1", "2", "10"])
+    assert by_order
+    assert torch.equal(logits, score("plain.pt", ["1", "2", "10"])[0])
+
+
+def test_outside_names_of_another_count_than_the_classes_are_refused(here, ordered):
+    (here / "config.json").write_text(json.dumps({"label_names": ["1", "2"]}))
+    with pytest.raises(UserError, match=r"names 2 classes but its model has 3"):
+        score("model.safetensors", ["1", "2"])
+    (here / "config.json").write_text('{"label_names": ["1", ')
+    with pytest.raises(UserError, match=r"config.json is damaged .*; copy it again"):
+        score("model.safetensors", ["1", "2", "10"])
 
 
 def test_imagenet_classes_are_named_by_wordnet_ids(here, monkeypatch):

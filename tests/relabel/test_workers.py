@@ -595,6 +595,29 @@ def test_sigterm_gives_the_lease_back(many, tmp_path, command):
     assert measure_status(out).images_done == COUNT
 
 
+def test_outside_a_worker_with_another_copy_stops_one_of_the_two(many, tmp_path, monkeypatch):
+    """A class has another name, or an image is missing, on the disk of the second machine."""
+    out, claim = tmp_path / "maps", Leases.claim
+    assert label(begin(many), out, shard_images=SIZE, share=Share(0, 8)) is None
+    renamed, before = shutil.copytree(many, tmp_path / "renamed"), files(out)
+    (renamed / "cat").rename(renamed / "zebra")
+    with pytest.raises(UserError, match=r"maps was started for another dataset"):
+        join(renamed, out)
+    assert files(out) == before
+    missing = shutil.copytree(many, tmp_path / "missing")
+    min(missing.rglob("*.jpg")).unlink()
+
+    def claim_late(self, name):
+        # The second machine begins while the first one labels a shard.
+        monkeypatch.setattr(Leases, "claim", claim)
+        share_plan(ObjectFolder(out), plan(missing))
+        return claim(self, name)
+
+    monkeypatch.setattr(Leases, "claim", claim_late)
+    with pytest.raises(UserError, match=r"another worker labels other images into .*maps: "):
+        join(many, out)
+
+
 def test_other_options_are_refused_by_name(many, whole, out, tmp_path):
     copy_store(whole, out)
     with pytest.raises(UserError, match=r"started with another top k \(2, not 1\)"):

@@ -15,10 +15,12 @@ import torch
 from safetensors import safe_open
 from timm.data import create_transform, resolve_data_config
 
-from densefeed.models import checkpoints  # noqa: F401  (registers our models)
+from densefeed.models.checkpoints import initialize
+from densefeed.relabel.load_teacher import load_network
 from densefeed.system.errors import BusyError, UserError
 from densefeed.tools import export
 from densefeed.tools.export import Export
+from densefeed.training.load_model import open_trained
 
 ROOT = Path(__file__).parents[2]
 NAMES = ["ant", "bee", "cat", "dog", "eel"]
@@ -91,6 +93,36 @@ def test_timm_loads_the_model_bit_by_bit(runs, tmp_path, name, weights):
     assert not torch.equal(model(image), network(name, 1 if weights == "ema" else 2)(image))
     assert model.num_classes == 5
     assert model.pretrained_cfg["label_names"] == NAMES
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_outside_an_exported_folder_is_a_model_a_teacher_and_initial_weights(runs, tmp_path, name):
+    export.main(Export(checkpoint=runs / name, out=tmp_path / "out"))
+    run, exported = open_trained(runs / name), open_trained(tmp_path / "out")
+    assert exported.path == tmp_path / "out" / "model.safetensors"
+    for field in ("name", "class_names", "size", "crop_pct", "interpolation", "mean", "std"):
+        assert getattr(exported, field) == getattr(run, field), field
+    image = torch.randn(2, 3, 32, 32)
+    assert torch.equal(exported.model(image), run.model(image))
+    network = load_network(str(tmp_path / "out"), "", 32)
+    assert (network.class_names, network.config["mean"]) == (NAMES, (0.4, 0.5, 0.6))
+    model = timm.create_model(name, **run.kwargs)
+    line = initialize(model, tmp_path / "out", NAMES)
+    assert line == f"initialized from {tmp_path / 'out' / 'model.safetensors'}"
+    assert torch.equal(model.eval()(image), run.model(image))
+
+
+def test_outside_a_model_whose_outputs_are_not_finite_is_not_exported(runs, tmp_path):
+    """Its weights are finite, and their products are not."""
+    name = next(iter(MODELS))
+    state = torch.load(runs / name / "last.pt", weights_only=True)
+    for tensor in state["ema"].values():
+        if tensor.is_floating_point() and tensor.ndim > 1:
+            tensor.fill_(1e30)
+    torch.save(state, tmp_path / "x.pt")
+    with pytest.raises(UserError, match=r"x.pt: the outputs of its model are not finite; export"):
+        export.main(Export(checkpoint=tmp_path / "x.pt", out=tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_config_of_a_run_is_not_replaced(runs, tmp_path):

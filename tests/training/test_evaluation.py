@@ -134,3 +134,18 @@ def test_error_without_a_readable_image():
 def test_error_without_batches():
     with pytest.raises(ValueError, match="no batch"):
         sum_metrics([])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_outside_outputs_that_are_not_finite_count_as_wrong(bad, no_host_read):
+    """Three of four images are of class 0, which argmax and topk name for NaN."""
+    logits_NK = torch.full((4, 3), bad)
+    logits_NK[1] = torch.tensor([2.0, 1, -math.inf])
+    batch = make_batches(torch.tensor([0, 0, 0, 1]), torch.ones(4), [2, 2])
+    with no_host_read():
+        sums = sum_metrics(predict(LogitTable(logits_NK), batch))
+    metrics = mean_metrics_sync(sums)
+    assert (metrics.top1, metrics.top5, metrics.images, metrics.nonfinite) == (0.25, 0.25, 4, 3)
+    assert math.isnan(metrics.loss)
+    assert metrics.describe_nonfinite().startswith("the outputs of 3 of 4 images are not finite")
+    assert not mean_metrics_sync(sums[:].index_fill(0, torch.tensor([4]), 0)).describe_nonfinite()

@@ -5,14 +5,17 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import timm
 import torch
+from PIL import Image
 
 import densefeed.train as training
 from densefeed.models import checkpoints
 from densefeed.system.errors import UserError
+from densefeed.system.options import with_options
 from densefeed.training import setup
 from densefeed.training.ranks import Ranks, StopVote, init_distributed, raise_on_rank0
 from densefeed.training.setup import divide_batch
@@ -397,3 +400,70 @@ def test_sync_batchnorm_on_several_cuda_ranks_only():
     assert sum(isinstance(module, torch.nn.SyncBatchNorm) for module in joined.modules()) == 5
     assert not any(isinstance(module, torch.nn.BatchNorm2d) for module in joined.modules())
     assert list(joined.state_dict()) == names
+
+
+class OtherRank:
+    """Rank 0 of two, of which the other has `theirs`."""
+
+    def __init__(self, theirs):
+        self.theirs = theirs
+
+    def gather_sync(self, value):
+        return [value, self.theirs]
+
+
+SET = (3, ["ant", "bee"], "f")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "message"),
+    [
+        ([(2, ["ant", "bee"], "g"), SET], r"training data than rank 0 \(2 images, not 3\).*--data"),
+        ([(3, ["ant", "dog"], "g"), SET], r"training data .*\(class dog, not bee\).*at --data"),
+        ([SET, (3, ["ant", "bee", "cat"], "g")], r"validation .*\(class cat, not None\).*at --val"),
+        ([SET, (3, ["ant", "bee"], "g")], r"validation .*\(with other paths, labels or sizes"),
+    ],
+)
+def test_outside_ranks_that_read_other_data_are_refused(theirs, message):
+    count, names, fingerprint = SET
+    loader = SimpleNamespace(
+        source=SimpleNamespace(labels=[0] * count), class_names=names, fingerprint=fingerprint
+    )
+    with pytest.raises(UserError, match=f"^rank 1 reads other {message}"):
+        setup.check_same_on_ranks(OtherRank(theirs), loader, loader)
+    setup.check_same_on_ranks(OtherRank([SET, SET]), loader, loader)
+    setup.check_same_on_ranks(Ranks(0, 1, torch.device("cpu")), loader, loader)
+
+
+def test_outside_two_ranks_with_other_copies_stop_with_one_sentence(micro, tmp_path, torchrun):
+    """Rank 1 has a class of another name: its labels are other ones."""
+    for rank, names in enumerate((("ant", "bee", "cat"), ("bee", "cat", "dog"))):
+        for name in (f"{split}/{name}" for split in ("train", "val") for name in names):
+            for number in range(4):
+                file = tmp_path / f"data-{rank}" / name / f"{number}.png"
+                file.parent.mkdir(parents=True, exist_ok=True)
+                Image.new("RGB", (40, 40), (60 * number, 0, 0)).save(file)
+        data = {"data": tmp_path / f"data-{rank}", "val": tmp_path / f"data-{rank}"}
+        config = micro(tmp_path / "run", loader="folder", objective="ce", mixtoken=False)
+        config = with_options(config, **data, threads=1)
+        (tmp_path / f"{rank}.json").write_text(json.dumps(config.to_dict()))
+    program = """
+import json, os, sys
+from densefeed.system.errors import UserError
+from densefeed.train import train
+from densefeed.training.config import Config
+text = open(f"{sys.argv[1]}/{os.environ['RANK']}.json").read()
+try:
+    train(Config.from_dict(json.loads(text)))
+except UserError as error:
+    sys.stdout.write(f"{error}\\n")
+"""
+    (tmp_path / "program.py").write_text(program)
+    output = torchrun(tmp_path / "program.py", tmp_path)
+    (line,) = set(output.splitlines())
+    assert line == (
+        "rank 1 reads other training data than rank 0 (class bee, not ant); give every rank the "
+        "same copy at --data"
+    )
+    assert len(output.splitlines()) == 2
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -135,7 +135,10 @@ def test_outside_validate_and_explain_take_the_runs_validation_images(
             )
         )
         assert row["images"] == sum(VALIDATION.values())
-        assert "evaluating the 6 images that it held out, 0.25 of each class" in capsys.readouterr().out
+        assert (
+            "evaluating the 6 images that it held out, 0.25 of each class"
+            in capsys.readouterr().out
+        )
     # Other images are taken as they are.
     shutil.rmtree(moved / "ant")
     options = validate.Validation(checkpoint=flow / "folder", data=moved, loader="folder")

@@ -10,9 +10,8 @@ try:
     # Ctrl-C ends the process with a line from here on.
     import densefeed  # noqa: F401
 except ModuleNotFoundError as error:
-    print(
+    sys.stderr.write(
         f"error: {sys.executable} lacks the package {error.name}; activate the environment that "
-        "`make test` makes (source .venv/bin/activate), or install the package (pip install .)",
-        file=sys.stderr,
+        "`make test` makes (source .venv/bin/activate), or install the package (pip install .)\n"
     )
     sys.exit(2)

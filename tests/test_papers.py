@@ -192,7 +192,7 @@ def test_each_row_has_a_state_and_a_command_where_it_can_have_one(claim):
         (row,) = re.findall(rf"\| {claim.row.split()[0]} \| (.*) \[", steps_of_drloc())
         assert row == figure
     for figure in re.findall(r"\[([\d.]+ GB)\]\(labeling.md\)", claim.here):
-        assert f" {figure} |" in (PAGE.parent / "labeling.md").read_text()
+        assert f" {figure} (c) |" in (PAGE.parent / "labeling.md").read_text()
 
 
 def steps_of_drloc() -> str:

@@ -294,7 +294,8 @@ def test_outside_the_slurm_script_of_a_training_is_queued_again(tmp_path, signal
     stand_ins = {
         "srun": 'exec "$@"',
         "torchrun": f"trap 'kill $!; echo saved > saved; exit 1' USR1\n{ended}",
-        "scontrol": "echo node-1\necho node-2\necho $* >> told",
+        # It ends when `head` has its first line.
+        "scontrol": "echo $* >> told\necho node-1\necho node-2",
     }
     for name, text in stand_ins.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")

@@ -9,7 +9,7 @@ import tyro
 from densefeed.objectives import check_unused
 from densefeed.recipes import PAPERS, RECIPES
 from densefeed.system.options import named_options, with_options
-from densefeed.system.terminal import STDOUT, name_stream
+from densefeed.system.terminal import STDOUT, name_stream, print
 from densefeed.training.config import Config, check_recipe, choose_sizes
 
 

@@ -168,8 +168,12 @@ def arrays_crc(arrays: Iterable[bytes]) -> int:
 
 
 def is_beton(path: Path) -> bool:
-    """Whether a path names .beton files: a file, or a pattern of files. One may be missing."""
-    named = path.suffix == ".beton" or is_pattern(path) or path.is_file()
+    """Whether a path names .beton files: a file, or a pattern of files. One may be missing.
+
+    FFCV's files may have any ending but those of shards.
+    """
+    is_other = path.is_file() and path.suffix not in (".tar", ".parquet")
+    named = path.suffix == ".beton" or is_pattern(path) or is_other
     return named and not path.is_dir()
 
 

@@ -1,4 +1,4 @@
-"""Verify .beton files and folders of images: decode every image, and list what is damaged.
+"""Verify .beton files and folders of images: decode all, and list what is damaged.
 
     densefeed beton verify train.beton val.beton
     densefeed beton verify imagenet/train imagenet/val

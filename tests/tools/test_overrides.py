@@ -1,6 +1,7 @@
 """Options of commands that others override, or that have no effect beside the others."""
 
 import importlib
+from types import SimpleNamespace
 
 import pytest
 
@@ -91,7 +92,7 @@ def test_outside_a_split_that_is_not_read_is_named(folder, tmp_path, capsys):
         options = Explanations(
             source="x", images=(folder / "train",), out=tmp_path / "x.html", split=split
         )
-        find_images(options)
+        find_images(options, SimpleNamespace(divided=None))
         assert capsys.readouterr().err.count("--split train is not read") == count
 
 

@@ -138,7 +138,7 @@ def test_dry_run_writes_nothing_and_is_short(micro, tmp_path, capsys):
     assert training.train(micro(tmp_path / "run", dry_run=True)) == {}
     assert time.process_time() - began < 10
     assert (
-        "dry run: data, labels and recipe fit together, trained and evaluated at 32 px; loss "
+        "fit together, 11 training and 5 validation images, trained and evaluated at 32 px; loss "
         in capsys.readouterr().out
     )
     assert list(tmp_path.iterdir()) == []

@@ -23,12 +23,13 @@ def read_config(about: str, **values: object) -> Config:
     if words and words[0] in PAPERS:
         paper, *words = words
     if words and words[0] in ("-h", "--help"):
-        print(list_recipes(paper) if paper else list_papers(about))
+        for line in list_recipes(paper) if paper else list_papers(about):
+            print(line)
         sys.exit()
     recipes = {
         name: (recipe.text, with_options(recipe(), **values)) for name, recipe in RECIPES.items()
     }
-    check_recipe(sys.argv[1:2], list(recipes))
+    check_recipe(sys.argv[1:2], list(recipes), PAPERS)
     flat = (tyro.conf.OmitArgPrefixes,)
     with name_stream(STDOUT):
         config = tyro.extras.overridable_config_cli(recipes, description=about, config=flat)
@@ -38,26 +39,27 @@ def read_config(about: str, **values: object) -> Config:
     return choose_sizes(config, given)
 
 
-def list_papers(about: str) -> str:
-    """Return the text of --help without a recipe: the papers and how many recipes each has."""
+def list_papers(about: str) -> list[str]:
+    """Return the lines of --help without a recipe: the papers and how many recipes each has."""
     program = Path(sys.argv[0]).name
-    lines = [f"usage: {program} RECIPE [options]", "", about.strip(), "", "RECIPE is one of:", ""]
+    lines = [f"usage: {program} RECIPE [options]", "", *about.strip().splitlines(), ""]
+    lines += ["Recipes, by paper:", ""]
     for short, paper in PAPERS.items():
         title = (paper.__doc__ or "").partition("\n")[0].removeprefix("Recipes of ")
-        example = next(iter(paper.RECIPES))
-        lines += [f"  {len(paper.RECIPES):3} of {short}: {title}", f"      e.g. {example}"]
-    lines += [
+        lines += [f"  {short:15}{title[:1].upper()}{title[1:]}"]
+        lines += [f"{'':17}{len(paper.RECIPES)} recipes, e.g. {next(iter(paper.RECIPES))}"]
+    return [
+        *lines,
         "",
-        f"{program} {next(iter(PAPERS))} --help lists the recipes of one of these names,",
-        f"{program} RECIPE --help what a recipe is, its source, and all options.",
+        f"{program} PAPER --help lists the recipes of a paper, as {program} "
+        f"{next(iter(PAPERS))} --help;",
+        f"{program} RECIPE --help prints what a recipe is, its source, and all options.",
     ]
-    return "\n".join(lines)
 
 
-def list_recipes(paper: str) -> str:
-    """Return the names of a paper's recipes, those that share a description together."""
-    recipes = PAPERS[paper].RECIPES.values()
-    return "\n".join(
-        "\n    ".join([about, *(recipe.name for recipe in alike)])
-        for about, alike in groupby(recipes, lambda recipe: recipe.text.partition("\n")[0])
-    )
+def list_recipes(paper: str) -> list[str]:
+    """Return the names of a paper's recipes, a line each, below their common description."""
+    recipes, lines = PAPERS[paper].RECIPES.values(), []
+    for about, alike in groupby(recipes, lambda recipe: recipe.text.partition("\n")[0]):
+        lines += [about, *(f"    {recipe.name}" for recipe in alike)]
+    return lines

@@ -1,4 +1,4 @@
-"""Recipes of DeiT-S and of the steps to LV-ViT-S (Table 3 of Token Labeling, arXiv 2104.10858)."""
+"""Recipes of DeiT-S and the steps to LV-ViT-S (Table 3 of Token Labeling, arXiv 2104.10858)."""
 
 from densefeed.recipes.lvvit import RELABEL, STANDARD, TOKEN_LABEL, S
 from densefeed.recipes.recipe import table

@@ -1,4 +1,4 @@
-"""Recipes of the quickstart's students, which differ in their supervision, and of the speedrun."""
+"""Recipes of the quickstart's students, which differ in supervision, and the speedrun's."""
 
 from densefeed.recipes.recipe import SCENES, table
 from densefeed.training.config import Config

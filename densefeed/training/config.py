@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -207,7 +207,7 @@ FREE = {
 }
 
 
-def check_recipe(words: list[str], recipes: list[str]) -> None:
+def check_recipe(words: list[str], recipes: list[str], papers: Iterable[str] = ()) -> None:
     """Raise UserError if a command line begins with neither a recipe nor a request for help.
 
     tyro's own message has more than a hundred lines.
@@ -219,7 +219,8 @@ def check_recipe(words: list[str], recipes: list[str]) -> None:
     like = [name for name in recipes if word and name.startswith(word)]
     close = ", ".join((like or get_close_matches(word, recipes))[:3])
     remedy = f"choose {close}, or see" if close else "put one first, or see"
-    raise UserError(f"the command line {named}; {remedy} densefeed train --help")
+    of = f"{word} " if word in papers else ""
+    raise UserError(f"the command line {named}; {remedy} densefeed train {of}--help")
 
 
 def choose_sizes(config: Config, given: Collection[str]) -> Config:

@@ -169,7 +169,9 @@ def test_outside_a_run_folder_initializes_a_run(micro, tmp_path, capsys):
     training.train(micro(tmp_path / "next", init=tmp_path / "first", **first))
     assert f"initialized from {tmp_path / 'first/last.pt'} (EMA" in capsys.readouterr().out
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"empty has no last\.pt and no model\.safetensors; give a run"):
+    with pytest.raises(
+        UserError, match=r"empty has no last\.pt and no model\.safetensors; give a run"
+    ):
         training.train(micro(tmp_path / "x", init=tmp_path / "empty", **first))
 
 

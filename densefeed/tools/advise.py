@@ -37,7 +37,7 @@ from densefeed.objectives import build_objective
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.loader import ThreadedLoader
-from densefeed.pipelines.open import LOADERS, open_dataset
+from densefeed.pipelines.open import LOADERS, DataOptions, open_dataset
 from densefeed.recipes.command_line import read_config
 from densefeed.step import Step
 from densefeed.system.devices import CORES, choose_device, synchronize
@@ -188,33 +188,33 @@ def median_speed(speeds: list[Throughput]) -> Throughput:
 
 
 def open_loaders(
-    config: Config, given: Collection[str] = ()
+    data: DataOptions, batch: int, given: Collection[str] = ()
 ) -> dict[tuple[str, int], ThreadedLoader]:
     """Open every kind of loader that can read the data, with each number of threads.
 
-    Where `loader` or `threads` is a `given` option, it is the only one. Raises UserError if none
-    can read the data.
+    Where `loader` or `threads` is a `given` option, it is the only one. `batch` is that of the
+    training. Raises UserError if none can read the data.
     """
-    kinds = [config.data.loader] if "loader" in given else LOADERS
-    counts = [config.data.threads] if "threads" in given else thread_counts(CORES)
-    batch = min(config.optim.batch, LOADER_BATCH // config.data.repeats * config.data.repeats)
+    kinds = [data.loader] if "loader" in given else LOADERS
+    counts = [data.threads] if "threads" in given else thread_counts(CORES)
+    batch = min(batch, LOADER_BATCH // data.repeats * data.repeats)
     opened, errors = {}, []
     for kind in kinds:
         try:
             for threads in counts:
-                data = replace(config.data, loader=kind, threads=threads)
-                opened[kind, threads] = open_dataset(data, "train", batch=batch, seed=0)
+                one = replace(data, loader=kind, threads=threads)
+                opened[kind, threads] = open_dataset(one, "train", batch=batch, seed=0)
         except UserError as error:
             errors.append(error)
             print(f"--loader {kind}: skipped, {error}")
     if not opened:
-        raise errors[-1 if is_packed(config) else 0]
+        raise errors[-1 if is_packed(data) else 0]
     return opened
 
 
-def is_packed(config: Config) -> bool:
+def is_packed(data: DataOptions) -> bool:
     """Whether the training set is not a folder of images."""
-    return not Path(str(config.data.train)).is_dir()
+    return not Path(str(data.train)).is_dir()
 
 
 def measure_loaders(loaders: dict[tuple[str, int], ThreadedLoader]) -> list[Candidate]:
@@ -345,14 +345,14 @@ def main() -> dict:
     config = read_config(__doc__, out=Path("RUN"))
     # The load is read before anything is measured, which would itself be load.
     warning, given = describe_load(CORES), named_options(sys.argv[2:])
-    loaders = open_loaders(config, given)
+    loaders = open_loaders(config.data, config.optim.batch, given)
     with ExitStack() as stack:
         first, *_ = [stack.enter_context(closing(loader)) for loader in loaders.values()]
         candidates = measure_loaders(loaders)
     step, about = measure_step(with_options(config, loader=candidates[0].loader, threads=1))
     advice = choose(candidates, step, CORES)
     planes = first.source.estimate_planes() if isinstance(first.source, FfcvSource) else 0
-    packed, maps = is_packed(config), "with" if first.score_maps is not None else "without"
+    packed, maps = is_packed(config.data), "with" if first.score_maps is not None else "without"
     document = {
         "loaders": [
             {"loader": loader, "threads": threads, **speed._asdict()}

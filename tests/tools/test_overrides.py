@@ -98,7 +98,8 @@ def test_outside_a_split_that_is_not_read_is_named(folder, tmp_path, capsys):
 
 def test_outside_advise_keeps_the_loader_and_the_threads_that_are_given(micro, tmp_path):
     words = ["--loader", "ffcv", "--threads=1", "--val=v", "--out", "r"]
-    loaders = advise.open_loaders(micro(tmp_path / "r", threads=1), named_options(words))
+    config = micro(tmp_path / "r", threads=1)
+    loaders = advise.open_loaders(config.data, config.optim.batch, named_options(words))
     assert list(loaders) == [("ffcv", 1)]
     for loader in loaders.values():
         loader.close()

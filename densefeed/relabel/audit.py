@@ -61,6 +61,8 @@ ROWS_AT_ONCE = 256
 MAX_NAMED = 5
 # Accuracy of maps from which token labels gained in every run of the quickstart's recipes.
 GOOD = 0.985
+# Least accuracy of the maps with which they did no harm there.
+FAIR = 0.93
 
 # Fewer rows cannot be compared with their labels.
 MIN_LABELED_ROWS = 100
@@ -786,8 +788,11 @@ def check_class_list(
         f"{len(tested):,} images"
     )
     renamed = f"{100 * renamed_N.mean():.1f} %"
-    if t >= ALARM_T and (moved or renamed_N.mean() > 5 * own_N.mean()):
-        moved = moved or [c for c in np.unique(tested) if renaming.names[c] != c]
+    is_other = moved or renamed_N.mean() > 5 * own_N.mean()
+    moved = moved or [c for c in np.unique(tested) if renaming.names[c] != c]
+    # Another list gives each class a name of its own; a weak teacher has favorites.
+    is_other = is_other and len(np.unique(renaming.names[moved])) >= 0.9 * len(moved)
+    if t >= ALARM_T and is_other:
         examples = ", ".join(
             f"{names[c]} is called {class_name(names, renaming.names[c])}"
             for c in moved[:MAX_NAMED]
@@ -845,15 +850,22 @@ def print_accuracy(store: ScoreMapStore) -> None:
     and of NFNet-F6.
     """
     accuracy = measure_accuracy(store)
-    verdict = (
-        "good: digit scenes with maps of 99 % gave token-label 0.8 to 3.5 points more than ce"
-        if accuracy >= GOOD
-        else "train the same recipe with --objective ce beside it: digit scenes with maps of 94 "
-        "and 97 % gave token-label no more than ce, 480 photographs with maps of 87 % 18 points "
-        "less (on ImageNet the published teacher is right on 86 % of new images)"
-    )
     print(f"accuracy of the stored maps against the image labels: {100 * accuracy:.1f} %")
-    print(verdict)
+    if accuracy >= GOOD:
+        print(
+            "good: digit scenes with maps of 99 % gave token-label 0.8 to 3.5 points more than ce"
+        )
+    elif accuracy >= FAIR:
+        print(
+            "fair: digit scenes with maps of 94 and 97 % gave token-label no more than ce; train "
+            "the same recipe with --objective ce beside it"
+        )
+    else:
+        print(
+            "low: 480 photographs with maps of 87 % gave token-label 18 points less than ce (but "
+            "on ImageNet the published teacher is right on 86 % of new images); train the teacher "
+            "longer or take another, and train the same recipe with --objective ce beside it"
+        )
 
 
 def check_labels(

@@ -479,8 +479,8 @@ def read_entries(file: Path, most: int) -> list[Entry]:
             )
         if label is None and not take_class(path.removeprefix("./")):
             raise UserError(
-                f"{file}, line {number}: {path} has no label and no folder; "
-                'a line is "path label" or "class/file"'
+                f"{file}, line {number}: {path} has no label and no folder; a line is "
+                '"path label", with an integer from 0 as label, or "class/file"'
             )
         if entries and (label is None) != (entries[0].label is None):
             raise UserError(

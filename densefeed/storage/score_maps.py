@@ -355,12 +355,17 @@ class ScoreMapStore:
         `check_rows`; `split` is what the command's `--split` has chosen there.
         """
         if not self.describes(fingerprint):
+            remedy = "give the --split that was labeled, " if split else ""
+            counts = ""
+            # Packed images have no paths, and are not divided.
+            if paths is not None and len(self) != len(labels):
+                remedy = f"give the {'--split and ' * bool(split)}--val-fraction that was labeled, "
+                counts = f"{len(self):,} maps for {len(labels):,} images, "
             raise UserError(
                 f"{self.path} holds the maps of another dataset than "
-                f"{f'the split {split} of ' if split else ''}{where} (fingerprints differ); "
-                f"{'give the --split that was labeled, ' if split else ''}relabel {where}, or, if "
-                "its images were labeled under the same names, run `densefeed score-maps "
-                "select`"
+                f"{f'the split {split} of ' if split else ''}{where} ({counts}fingerprints "
+                f"differ); {remedy}relabel {where}, or, if its images were labeled under the same "
+                "names, run `densefeed score-maps select`"
             )
         self.check_rows(labels, paths, where)
 

@@ -394,6 +394,13 @@ def test_a_permuted_class_list_is_a_fault(clean, located, tmp_path, moved):
         assert verdicts(result)["orientation"] == "unchecked"
 
 
+def test_outside_a_weak_teacher_is_no_other_class_list(clean, tmp_path):
+    """It calls several classes by one name; another list has a name for each."""
+    favorites = np.array((0, 1, 1, 1, 1, 1, 6, 7, 7, 7), np.uint16)
+    path = plant(clean, tmp_path / "maps.h5", clean.maps._replace(cls=favorites[clean.maps.cls]))
+    assert "class list" not in [check.name for check in alarms(audit(path, clean.images))]
+
+
 def test_names_and_labels_are_compared_with_the_folder(clean, tmp_path):
     names = tuple(reversed(clean.store.header.class_names))
     (fault,) = alarms(audit(plant(clean, tmp_path / "names.h5", class_names=names), clean.images))

@@ -12,8 +12,12 @@ from densefeed.system.collector import pause as _pause
 _started = [_Path(word).name for word in _sys.orig_argv[-len(_sys.argv) :]]
 # The command `densefeed`, or a file of this package, as `python tools/pack_dataset.py` is.
 if _started[:1] == ["densefeed"] or "script_start" in _sys.modules:
-    from densefeed.system.errors import end_at_interrupt as _end_at_interrupt
+    try:
+        from densefeed.system.errors import end_at_interrupt as _end_at_interrupt
+    except ModuleNotFoundError as _error:
+        from densefeed.script_start import refuse as _refuse
 
+        _refuse(_error)
     _end_at_interrupt()
 # To list its subcommands the command `densefeed` needs nothing of this: it takes 0.1 s instead of
 # the 2 s of importing PyTorch.

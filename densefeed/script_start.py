@@ -6,12 +6,18 @@ because this Python may lack the package `densefeed`.
 
 import sys
 
-try:
-    # Ctrl-C ends the process with a line from here on.
-    import densefeed  # noqa: F401
-except ModuleNotFoundError as error:
+
+def refuse(error: ModuleNotFoundError) -> None:
+    """Name the package that this Python lacks in one sentence, and exit with code 2."""
     sys.stderr.write(
         f"error: {sys.executable} lacks the package {error.name}; activate the environment that "
         "`make test` makes (source .venv/bin/activate), or install the package (pip install .)\n"
     )
     sys.exit(2)
+
+
+try:
+    # Ctrl-C ends the process with a line from here on.
+    import densefeed  # noqa: F401
+except ModuleNotFoundError as error:
+    refuse(error)

@@ -1,5 +1,6 @@
 """Step: turns a batch into a loss, for train.py and for a training loop of your own."""
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -17,11 +18,14 @@ from densefeed.pipelines.mixing import Mixing
 from densefeed.pipelines.open import DataOptions
 from densefeed.pipelines.resident import ResidentMaps
 from densefeed.pipelines.shapes import token_grid
-from densefeed.pipelines.targets import check_batch
+from densefeed.pipelines.targets import TargetRules, check_batch, sparse_targets
 from densefeed.system.errors import UserError
+from densefeed.system.terminal import print
 
 # Patch size in pixels for models without `patch_size`: the usual one of a vision transformer.
 PATCH = 16
+# Share of at least so many crops whose maps name the image label, below which a run warns.
+LEAST_RIGHT, LEAST_CROPS = 0.5, 32
 
 
 class PartLoss(NamedTuple):
@@ -169,7 +173,22 @@ class Step:
         if self.objective.needs_score_maps:
             # On the CPU, because its branches on values would each wait for the device.
             where = f"the score maps of {self._maps_name}"
-            check_batch(batch.to("cpu"), self.loader.score_maps, where)
+            batch = batch.to("cpu")
+            check_batch(batch, self.loader.score_maps, where)
+            self._warn_of_labels(batch, where)
+
+    def _warn_of_labels(self, batch: Batch, where: str) -> None:
+        """Warn if the maps name another class than the image label in most crops of a batch."""
+        targets = sparse_targets(batch, self.loader.score_maps, 1, TargetRules())
+        best = targets.palette.gather(1, targets.extra[:, 0].argmax(1, keepdim=True))[:, 0]
+        share = float((best == batch.label).float().mean())
+        if share < LEAST_RIGHT and len(best) >= LEAST_CROPS:
+            print(
+                f"warning: {where} name the image label in {100 * share:.0f} % of the first crops; "
+                "check their class list with densefeed audit, or train a better teacher",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _augment(self, batch: Batch) -> Batch:
         """Return a batch of the loader on the device, augmented."""

@@ -15,10 +15,12 @@ import torch
 import densefeed
 from densefeed.objectives import OBJECTIVES
 from densefeed.pipelines.augment.augmentation import Normalize
+from densefeed.storage.images import Images
 from densefeed.system.options import with_options
 from densefeed.training.config import Config
 
 from .runs import step_for, train_loader
+from .stores import write_store
 
 
 @pytest.fixture
@@ -290,6 +292,36 @@ def test_a_path_of_a_config_is_a_text(value):
     sound = Config().to_dict()
     with pytest.raises(densefeed.UserError, match=r"^this config was written by another version"):
         Config.from_dict(sound | {"data": sound["data"] | {"val": value}})
+
+
+def test_outside_the_config_of_a_run_without_a_method_of_ones_own_has_its_defaults(monkeypatch):
+    """It was trained before, or beside, the file that registers the method."""
+    before = Config().to_dict()
+    monkeypatch.setitem(before["run"], "out", "runs/x")
+    added = dict(before["objective"])
+    del added["drloc"]
+    assert Config.from_dict(before | {"objective": added}) == Config.from_dict(before)
+
+
+def test_outside_maps_of_other_classes_are_warned_of(folder, random_maps, tmp_path, capsys):
+    """The first batch shows that they seldom name the image label."""
+    images = Images(folder, split="train")
+    scores = random_maps(len(images), 6, 2, 2)
+    for right, label in ((True, images.labels), (False, 1 - images.labels)):
+        cls = np.stack([label, 1 - label], -1).astype(np.uint16)[:, None, None]
+        known = scores._replace(
+            logit=np.broadcast_to(np.float16([4, 0]), scores.logit.shape).copy(),
+            cls=np.broadcast_to(cls, scores.cls.shape).copy(),
+            lse=np.full_like(scores.lse, np.log(np.exp(4) + 1)),
+        )
+        store = write_store(tmp_path / f"{right}.h5", images, known, 2)
+        with densefeed.open_loader(
+            folder, batch=44, repeats=4, size=32, threads=1, score_maps=store
+        ) as loader:
+            step = densefeed.build_step(loader, make_model(loader))
+            next(step.batches(0))
+        told = capsys.readouterr().err
+        assert ("name the image label in 0 % of the first crops" in told) != right
 
 
 def test_models_and_batches_are_checked_in_every_call(loader, packed):

@@ -304,7 +304,8 @@ def build(path: Path, model_name: str = "") -> tuple[nn.Module, dict]:
     if not is_registered(name):
         raise CheckpointError(
             f"{path}: timm knows no model {ascii(name)[:100]}; timm.list_models(include_tags=True) "
-            "lists those it knows"
+            "lists those it knows; for one of your own import the file that registers it before "
+            "the command, as docs/extending.md shows"
         )
     weights = select_weights(checkpoint, path)
     try:

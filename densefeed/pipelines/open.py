@@ -253,6 +253,11 @@ def open_remote(
             "ffcv and dali read .beton files; pack the data with densefeed pack, or copy it "
             "to a local disk"
         )
+    if not url.endswith(".beton"):
+        raise UserError(
+            f"{url} is not a .beton; folders, tar and Parquet files in object storage are labeled "
+            "and packed, not trained from: pack them with densefeed pack"
+        )
     check_packed(url, dataset, data)
     if data.maps_on_device and maps is None:
         raise UserError(

@@ -8,7 +8,7 @@ import tyro
 
 from densefeed.objectives import check_unused
 from densefeed.recipes import PAPERS, RECIPES
-from densefeed.system.options import named_options, with_options
+from densefeed.system.options import check_known, leaves, named_options, with_options
 from densefeed.system.terminal import STDOUT, name_stream, print
 from densefeed.training.config import Config, check_recipe, choose_sizes
 
@@ -30,6 +30,8 @@ def read_config(about: str, **values: object) -> Config:
         name: (recipe.text, with_options(recipe(), **values)) for name, recipe in RECIPES.items()
     }
     check_recipe(sys.argv[1:2], list(recipes), PAPERS)
+    known = [name for name, _ in leaves(recipes[sys.argv[1]][1])]
+    check_known(sys.argv[2:], known, f"{Path(sys.argv[0]).name} {sys.argv[1]}")
     flat = (tyro.conf.OmitArgPrefixes,)
     with name_stream(STDOUT):
         config = tyro.extras.overridable_config_cli(recipes, description=about, config=flat)

@@ -857,8 +857,8 @@ def print_accuracy(store: ScoreMapStore) -> None:
         )
     elif accuracy >= FAIR:
         print(
-            "fair: digit scenes with maps of 94 and 97 % gave token-label no more than ce; train "
-            "the same recipe with --objective ce beside it"
+            "fair: digit scenes with maps of 94 and 97 % gave token-label no more than ce "
+            "(docs/results/quickstart.md); train the same recipe with --objective ce beside it"
         )
     else:
         print(

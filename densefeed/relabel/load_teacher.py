@@ -92,7 +92,7 @@ def load_teacher(
             )
             raise UserError(
                 f"{source} was trained on other classes than the data has ({difference}); choose a "
-                "teacher of the same classes, or pass a --class-map"
+                f"teacher of the same classes, or pass a --class-map{name_numbers(data_names)}"
             )
         by_order.append(not theirs and class_map is None)
         members.append((network.model, size, network.config, class_map, name))
@@ -147,6 +147,13 @@ def load_network(source: str, model_name: str, size: int) -> Loaded:
     return Loaded(model, preprocessing_config(model), names)
 
 
+def name_numbers(class_names: Sequence[str]) -> str:
+    """Return a remedy for data whose classes have numbers for names, else an empty string."""
+    if not all(map(str.isdecimal, class_names)):
+        return ""
+    return ", or name the classes of tar or Parquet files in classes.txt beside them"
+
+
 def load_references(
     name: str, model: str, input_size: int, class_names: Sequence[str], device: str = "auto"
 ) -> References:
@@ -161,7 +168,7 @@ def load_references(
         difference = describe_difference(names, "of the reference", class_names, "of the maps")
         raise UserError(
             f"{name} was trained on other classes than the maps have ({difference}); choose "
-            "another reference"
+            f"another reference{name_numbers(class_names)}"
         )
     place = choose_device(device)
     # Both show their pictures to the same network.

@@ -196,11 +196,14 @@ def make_command(
             signal.signal(signal.SIGTERM, signal.default_int_handler)
 
         def call() -> None:
+            # Not every command's class of options derives from Options.
+            words, has_checks = sys.argv[1:], hasattr(options, "check_named")
+            if has_checks:
+                options.check_known(words, Path(sys.argv[0]).name)
             with name_stream(STDOUT):
                 given = tyro.cli(options, description=description)
-            # Not every command's class of options derives from Options.
-            if hasattr(given, "check_named"):
-                given.check_named(sys.argv[1:])
+            if has_checks:
+                given.check_named(words)
             main(given)
 
         run(call)

@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -103,6 +104,11 @@ class Options:
         """
         return {}
 
+    @classmethod
+    def check_known(cls, words: Iterable[str], command: str) -> None:
+        """Raise UserError for an option of a command line that the command does not have."""
+        check_known(words, [leaf_name(*field) for field in hints(cls).items()], command)
+
     def check_named(self, words: Iterable[str]) -> None:
         """Raise UserError for an option of a command line that has no effect beside the others."""
         refuse_unused(unused_leaves(self), named_options(words))
@@ -182,6 +188,19 @@ def named_options(words: Iterable[str]) -> set[str]:
     """
     names = (word[2:].partition("=")[0] for word in words if word.startswith("--"))
     return {name.replace("-", "_") for name in names}
+
+
+def check_known(words: Iterable[str], known: Collection[str], command: str) -> None:
+    """Raise UserError for an option of a command line that is not among the `known` names.
+
+    tyro's own message has up to 40 lines.
+    """
+    for name in sorted(named_options(words)):
+        bare = name.removeprefix("no_")
+        if name and not {name, bare} & {*known, "help"}:
+            close = ", ".join(map(flag, get_close_matches(bare, known, cutoff=0.5)))
+            near = f"try {close}, or see" if close else "see"
+            raise UserError(f"unknown option {flag(name)}; {near} {command} --help")
 
 
 def leaves(options: Any) -> Iterator[tuple[str, Any]]:

@@ -79,7 +79,8 @@ def build_model(
     if not is_registered(name):
         raise UserError(
             f"timm knows no model {name!r}; timm.list_models(include_tags=True) lists those it "
-            "knows"
+            "knows; for one of your own start the file that registers it, as docs/extending.md "
+            "shows"
         )
     kwargs = model_arguments(options, objective, num_classes)
     if (built := kwargs.get("img_size", data.size)) not in (data.size, (data.size, data.size)):

@@ -29,6 +29,7 @@ from densefeed.system.options import (
     Options,
     flag,
     from_dict,
+    hints,
     leaves,
     own_first,
     parse_arguments,
@@ -183,11 +184,18 @@ class Config:
     ) -> "Config":
         """Read what `to_dict` wrote; `template` has the classes of its sections.
 
-        Raises UserError, which begins with `where`, for a config of another version or for values
-        that no run can have.
+        A run without a method of one's own that is registered now has its defaults. Raises
+        UserError, which begins with `where`, for a config of another version or for values that no
+        run can have.
         """
+        template = template or cls()
         try:
-            return from_dict(template or cls(), values)
+            own = hints(type(template.objective)).keys() - hints(Objectives).keys()
+            kinds = {name: type(getattr(template.objective, name)) for name in own}
+            added = {name: dataclasses.asdict(kind()) for name, kind in kinds.items()}
+            if isinstance(values, dict) and isinstance(values["objective"], dict):
+                values = values | {"objective": added | values["objective"]}
+            return from_dict(template, values)
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
         except (KeyError, TypeError, AttributeError) as error:

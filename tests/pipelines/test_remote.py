@@ -344,6 +344,12 @@ def test_a_copy_too_small_for_the_first_read_does_not_wait_for_other_runs(
     source.close()
 
 
+def test_outside_shards_in_storage_are_packed_first(tmp_path):
+    message = r"s3://bucket/wds is not a \.beton; .* pack them with densefeed pack"
+    with pytest.raises(UserError, match=message):
+        densefeed.open_loader("s3://bucket/wds", batch=1, cache=tmp_path)
+
+
 def test_maps_are_read_before_the_first_batch(url, local, tmp_path):
     """The audit of a training's start reads some."""
     source, ids = RemoteSource(url, None, tmp_path), np.array([3, 1, 3])

@@ -125,6 +125,9 @@ def test_other_classes_are_refused_with_the_remedy(here):
     message = r"other classes .*choose a teacher of the same classes, or pass a --class-map"
     with pytest.raises(UserError, match=message):
         load_teacher(["my_teachers:Pair"], (), (64,), (), ["dog", "cow"], "squash", 1, 1)
+    # Those of a tar without names.
+    with pytest.raises(UserError, match="or name the classes of tar or Parquet files in classes"):
+        load_teacher(["my_teachers:Pair"], (), (64,), (), ["0", "1"], "squash", 1, 1)
     (here / "same.csv").write_text("teacher,data\ncat,cat\ndog,dog\n")
     teacher, _ = load_teacher(
         ["my_teachers:Pair"], (), (64,), ["same.csv"], ["dog", "cat"], "squash", 1, 1

@@ -208,6 +208,14 @@ def test_outside_a_python_without_the_packages_is_told_the_environment(name):
     assert done.stderr.count("\n") == 1
 
 
+def test_outside_the_command_without_its_packages_is_one_sentence():
+    bare = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    words = sys.executable, "-S", "-m", "densefeed", "--help"
+    done = subprocess.run(words, capture_output=True, text=True, env=bare, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith(f"error: {sys.executable} lacks the package ")
+
+
 def test_outside_a_script_of_a_user_keeps_pythons_ctrl_c():
     script = "import densefeed, signal; print(signal.getsignal(2) is signal.default_int_handler)"
     words = sys.executable, "-c", script

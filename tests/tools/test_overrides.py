@@ -1,12 +1,13 @@
 """Options of commands that others override, or that have no effect beside the others."""
 
 import importlib
+import re
 from types import SimpleNamespace
 
 import pytest
 
 from densefeed.system.errors import UserError
-from densefeed.system.options import named_options
+from densefeed.system.options import check_known, named_options
 from densefeed.tools import advise
 from densefeed.tools.explain import Explanations, find_images
 from densefeed.tools.report import Report
@@ -109,3 +110,31 @@ def test_outside_advise_keeps_the_loader_and_the_threads_that_are_given(micro, t
     text = advise.recommend(advice, speed, ["lvvit_micro_ce", *words], packed=True)
     want = "`densefeed train lvvit_micro_ce --loader ffcv --threads=1 --val=v --out r` trains about"
     assert text.startswith(want)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("pack_dataset", "--dta", "x"), "unknown option --dta; try --data, .* or see densefeed"),
+        (("train", "quickstart_ce", "--epoch", "3"), "unknown option --epoch; try --epochs, "),
+        (("train", "quickstart_ce", "--qqqq"), "unknown option --qqqq; see densefeed"),
+    ],
+)
+def test_outside_unknown_options_are_one_sentence_with_the_nearest(
+    monkeypatch, capsys, words, message
+):
+    name, *rest = words
+    module = importlib.import_module(f"densefeed.{'' if name == 'train' else 'tools.'}{name}")
+    monkeypatch.setattr("sys.argv", [f"densefeed {name}", *rest])
+    with pytest.raises(SystemExit) as ended:
+        module.command()
+    assert ended.value.code == 2
+    printed = capsys.readouterr().err
+    assert re.match(f"error: {message}", printed)
+    assert printed.count("\n") == 1
+
+
+def test_outside_known_options_may_be_negated_or_have_a_value_behind_them():
+    check_known(["--no-mixtoken", "--size=96", "--help", "-h", "x"], ["mixtoken", "size"], "x")
+    with pytest.raises(UserError, match="unknown option --no-mix; try --mixtoken"):
+        check_known(["--no-mix"], ["mixtoken"], "x")

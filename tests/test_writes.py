@@ -380,9 +380,7 @@ def writers(inputs: Path, folder: Path, maps: Path, packed: tuple[Path, Path]) -
             (*explain, "--out", "WORK/page.html", "--arrays", "WORK/new/a", "--count", 2),
             ("page.html", "new/a"),
         ),
-        "audit": Writer(
-            (*audit, "--threads", 1, "--out", "WORK/audit.html"), ("audit.html", "audit.json")
-        ),
+        "audit": Writer((*audit, "--out", "WORK/audit.html"), ("audit.html", "audit.json")),
         "digit scenes": Writer(
             ("tools/make_digit_scenes.py", "--train", 10, "--val", 10, "--out", "WORK/new/scenes"),
             ("new/scenes",),

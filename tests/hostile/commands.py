@@ -123,7 +123,7 @@ TREE = (
     "--input-size 64 --out {out}/maps.h5 --no-audit --missing label",
 )
 REAL = ("tools.validate {run} --data {images} --loader folder --threads 1 --real {file}",)
-BOXES = ("tools.report {run} --boxes {file} --out {out}/report.html",)
+BOXES = ("tools.report {labeled} --boxes {file} --out {out}/report.html",)
 MERGE = ("tools.score_maps merge {file} {other} --out {out}/maps.h5",)
 JOINED = (*STORE, "tools.score_maps status {file}")
 

@@ -32,6 +32,8 @@ COMMANDS = (
     "tools.score_maps convert maps.h5 --form compact --out compact.h5",
     "tools.pack_dataset --data images --maps maps.h5 --out train.beton",
     "tools.pack_dataset --data images --split val --out val.beton",
+    "train lvvit_micro_token_label --data train.beton --val val.beton --out labeled --no-mixtoken "
+    + " ".join(SMALL),
     "tools.export_labels --maps maps.h5 --out tree",
     f"{RELABEL} --out share --shard-images 2 --shard 0/2",
     f"{RELABEL} --out other --shard-images 2 --shard 1/2",

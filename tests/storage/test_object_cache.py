@@ -39,6 +39,11 @@ class Disk:
         return [self.read(file, *span) for span in ranges]
 
 
+def count_used(folder):
+    """Return the bytes of disk that the samples in a copy's folder take."""
+    return sum(file.stat().st_blocks * 512 for file in folder.glob("*.beton"))
+
+
 @contextmanager
 def open_cache(folder, disk, starts, sizes, capacity=0):
     """Open a copy without a front: the object is no .beton."""
@@ -50,7 +55,7 @@ def open_cache(folder, disk, starts, sizes, capacity=0):
     with pytest.MonkeyPatch.context() as patch:
         if capacity:
             patch.setattr(object_cache, "DISK_SHARE", 1)
-            patch.setattr(object_cache, "count_free", lambda folder: capacity)
+            patch.setattr(object_cache, "count_free", lambda folder: capacity - count_used(folder))
         cache = SampleCache(copy, extents, disk.read_many)
     try:
         yield cache

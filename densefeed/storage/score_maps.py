@@ -359,7 +359,7 @@ class ScoreMapStore:
             counts = ""
             # Packed images have no paths, and are not divided.
             if paths is not None and len(self) != len(labels):
-                remedy = f"give the {'--split and ' * bool(split)}--val-fraction that was labeled, "
+                remedy = f"give the {'--split and ' * bool(split)}--val-fraction of the labeling, "
                 counts = f"{len(self):,} maps for {len(labels):,} images, "
             raise UserError(
                 f"{self.path} holds the maps of another dataset than "

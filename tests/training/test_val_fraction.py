@@ -113,7 +113,7 @@ def test_outside_maps_of_all_images_serve_the_training_part(photos, flow, random
     with closing(FfcvSource(out)) as source:
         np.testing.assert_array_equal(source.maps(ids).logit, scores.logit[places])
     # Those of one part do not serve the whole set, or the other.
-    with pytest.raises(UserError, match=r"19 maps for 25 images, .* the --val-fraction that was"):
+    with pytest.raises(UserError, match=r"19 maps for 25 images, .* the --val-fraction of the"):
         FolderSource(photos, "train", flow / "maps.h5")
     with pytest.raises(UserError, match="holds the maps of another dataset"):
         FolderSource(photos, "val", flow / "maps.h5", division=division)

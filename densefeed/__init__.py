@@ -15,9 +15,11 @@ if _started[:1] == ["densefeed"] or "script_start" in _sys.modules:
     try:
         from densefeed.system.errors import end_at_interrupt as _end_at_interrupt
     except ModuleNotFoundError as _error:
-        from densefeed.script_start import refuse as _refuse
-
-        _refuse(_error)
+        _sys.stderr.write(
+            f"error: {_sys.executable} lacks the package {_error.name}; activate the environment "
+            "that `make test` makes (source .venv/bin/activate), or run pip install .\n"
+        )
+        _sys.exit(2)
     _end_at_interrupt()
 # To list its subcommands the command `densefeed` needs nothing of this: it takes 0.1 s instead of
 # the 2 s of importing PyTorch.

@@ -263,9 +263,7 @@ def test_all_bad_files_are_listed_and_only_repaired_ones_are_packed_next(
 
 
 def test_maps_of_another_split_are_refused_by_its_name(folder, maps, tmp_path):
-    message = (
-        r"than the split val of .* \(11 maps for 5 images, fingerprints differ\); give the --spl"
-    )
+    message = r"than the split val of .* \(11 maps for 5 images, fingerprints differ\); give"
     with pytest.raises(UserError, match=message):
         main(Packing(data=folder, split="val", maps=maps, out=tmp_path / "val.beton"))
     assert not os.listdir(tmp_path)

@@ -197,7 +197,8 @@ def check_known(words: Iterable[str], known: Collection[str], command: str) -> N
     """
     for name in sorted(named_options(words)):
         bare = name.removeprefix("no_")
-        if name and not {name, bare} & {*known, "help"}:
+        # tyro's own print completions for a shell.
+        if name and not name.startswith("tyro") and not {name, bare} & {*known, "help"}:
             close = ", ".join(map(flag, get_close_matches(bare, known, cutoff=0.5)))
             near = f"try {close}, or see" if close else "see"
             raise UserError(f"unknown option {flag(name)}; {near} {command} --help")

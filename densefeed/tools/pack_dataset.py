@@ -47,7 +47,6 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
-import tyro
 from PIL import Image
 
 from densefeed import native
@@ -92,7 +91,7 @@ class Packing(SplitOptions, DecodeOptions, ThreadOptions):
 
     # folder that holds train/ and val/, folder of class folders, or of tar or Parquet files, all
     # also as s3://BUCKET/FOLDER; a .beton; the root of --dataset
-    data: Annotated[Location, tyro.conf.arg(aliases=["--root"])]
+    data: Location
     out: Path  # the .beton to write
     # score maps of this data: HDF5 file, or folder of shards, also s3://BUCKET/FOLDER
     maps: Location | None = None

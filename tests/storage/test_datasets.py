@@ -498,13 +498,13 @@ def test_images_above_pixels_to_are_packed_as_jpegs(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_command_takes_a_root(domain, command):
+def test_the_command_packs_a_named_dataset(domain, command):
     """The labels of the list are in the .beton, without folders train and val."""
     done = command(
         "tools/pack_dataset.py",
         "--dataset",
         "domainnet/clipart",
-        "--root",
+        "--data",
         domain,
         "--split",
         "test",

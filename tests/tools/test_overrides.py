@@ -135,6 +135,7 @@ def test_outside_unknown_options_are_one_sentence_with_the_nearest(
 
 
 def test_outside_known_options_may_be_negated_or_have_a_value_behind_them():
-    check_known(["--no-mixtoken", "--size=96", "--help", "-h", "x"], ["mixtoken", "size"], "x")
+    words = ["--no-mixtoken", "--size=96", "--help", "-h", "x", "--tyro-print-completion", "bash"]
+    check_known(words, ["mixtoken", "size"], "x")
     with pytest.raises(UserError, match="unknown option --no-mix; try --mixtoken"):
         check_known(["--no-mix"], ["mixtoken"], "x")

@@ -159,7 +159,7 @@ def test_every_config_field_is_read():
                 assert declared <= kept, f"{path}: {declared - kept} is never read"
 
 
-# Of tools/ all but what its files import when they are started as scripts.
+# Commands of tools/, without what its files import when they are started as scripts.
 LIBRARIES = "__init__", "script_start"
 TOOLS = [path for path in SOURCES if path.parent.name == "tools" and path.stem not in LIBRARIES]
 # Libraries that leave tools/ with the labeling's plan.

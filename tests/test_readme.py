@@ -288,7 +288,7 @@ def test_outside_the_slurm_script_of_a_training_is_queued_again(tmp_path, signal
     """The signal reaches torchrun through srun; a run that failed by itself is not queued again.
 
     Stand-ins: srun becomes its command, as torchrun a shell that ends with 1 at SIGUSR1, and
-    scontrol writes what it is told.
+    scontrol writes its arguments.
     """
     (script,) = blocks(ROOT / "docs/guides/many-gpus.md", "bash")
     assert "#SBATCH" in script

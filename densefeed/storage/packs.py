@@ -56,7 +56,7 @@ PROBES = 64
 NAMED = 5
 # Number of integers from 0 that a float represents exactly, by its bytes.
 EXACT = {2: 2**11, 4: 2**24, 8: 2**53}
-# Of names that do not identify an image.
+# For names that do not identify an image.
 REMEDY = "give the class folders of images and maps the same names, or each image a name of its own"
 # Logit of the image's label where there is no map: probability 1 - 2e-6 among 1,000 classes.
 SURE = 20.0
@@ -331,7 +331,7 @@ class Pack:
         name = escape_controls(self.matching.root.resolve().name)
         axes = f"axes {self.axes}"
         if self.reference:
-            # Of a path its name: the same maps give the same file in another folder.
+            # The name alone: the same maps give the same file in another folder.
             axes += f" by reference {escape_controls(Path(self.reference).name)}"
         return StoreHeader(
             side=self.side,

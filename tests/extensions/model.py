@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from densefeed import train
 from densefeed.models.token_transformer import TokenLogits
 
-# Of the input; timm sets it as `pretrained_cfg`.
+# Mean and deviation of the input; timm sets them as `pretrained_cfg`.
 default_cfgs = generate_default_cfgs({"token_vit": {"mean": (0.5,) * 3, "std": (0.5,) * 3}})
 
 

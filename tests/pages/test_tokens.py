@@ -11,7 +11,7 @@ def test_outside_names_stand_in_a_key_and_not_in_the_cells():
     classes = np.array([[0, 0, 2], [2, 1, 0]])
     probability = np.array([[1.0, 0.9, 0.51], [0.4, 0.1, 0.6]])
     drawn = draw_labels(classes, probability, ["Aqua", "Buoy", "Crag"], (0.0, 0.5, 1.0, 1.0))
-    # Of Buoy no cell is sure enough to be seen.
+    # No cell of Buoy is sure enough to be seen.
     assert [(one["name"], one["ink"]) for one in drawn["key"]] == [
         ("Aqua", INKS[0]),
         ("Crag", INKS[2]),

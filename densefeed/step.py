@@ -24,7 +24,8 @@ from densefeed.system.terminal import print
 
 # Patch size in pixels for models without `patch_size`: the usual one of a vision transformer.
 PATCH = 16
-# Share of at least so many crops whose maps name the image label, below which a run warns.
+# A run warns if its maps name the image label in a smaller share of the first crops. A batch of
+# fewer crops is not judged.
 LEAST_RIGHT, LEAST_CROPS = 0.5, 32
 
 

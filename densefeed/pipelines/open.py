@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
@@ -217,17 +217,9 @@ def open_beton(
     return FfcvSource(path, maps)
 
 
-def open_either(
-    path: Path,
-    mode: Mode,
-    maps: Path | None,
-    threads: int,
-    dataset: str = "",
-    division: SplitOptions = WHOLE,
-) -> Source:
-    """Open a folder of images or .beton files."""
-    opened = open_folder if path.is_dir() else open_beton
-    return opened(path, mode, maps, threads, dataset, division)
+def open_either(path: Path, *arguments: Any, **which: Any) -> Source:
+    """Open a folder of images or .beton files, with the arguments of either."""
+    return (open_folder if path.is_dir() else open_beton)(path, *arguments, **which)
 
 
 def check_packed(path: Path | ObjectURL, dataset: str, division: SplitOptions) -> None:

@@ -5,8 +5,9 @@ together, often as the dictionary of the column, so one of them costs as much to
 cache of CACHE bytes keeps the row groups read last. Labeling, packing and evaluation read them in
 order. Training shuffles a data set that fits in the cache, and others in blocks (`blocks`).
 
-Files are exchanged, and what they hold is bounded after decompression and decoding: a dictionary's
-entry is stored once, however many rows name it, and a row of nulls takes no bytes at all.
+Files are exchanged, and what they hold is bounded after decompression and decoding: a footer states
+too few bytes, a dictionary's entry is stored once, however many rows name it, and a row of nulls
+takes no bytes at all.
 """
 
 import io
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from densefeed.storage.parquet_pages import CheckedFile, count_page_bytes
 from densefeed.storage.shard_file import ShardFile, find_state, open_shard
 from densefeed.system.errors import UserError, first_line
 from densefeed.system.files import MOST_PATH
@@ -85,8 +87,9 @@ class ParquetFile(NamedTuple):
         many rows as take BATCH bytes at most, also if each has all bytes of the row group.
 
         Raises OSError if the file changed since it was opened, or is damaged. StorageError if an
-        object cannot be read. UserError if it was replaced, and if the parts take more than SPARE
-        bytes beyond those of the row group and of the file.
+        object cannot be read. UserError if it was replaced, if the pages of the column take more
+        bytes than the footer states for the row group, and if the parts take more than SPARE bytes
+        beyond those of the row group and of the file.
         """
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -96,11 +99,22 @@ class ParquetFile(NamedTuple):
         at_once = max(1, rows if whole else min(rows, BATCH // max(1, size)))
         most = max(size, self.file.state[0]) + SPARE
         found, left = 0, most
+
+        def check(content: bytes) -> None:
+            # One page beyond a row each is a dictionary, and one may be without rows.
+            if (stored := count_page_bytes(content, rows + 2)) > size:
+                raise UserError(
+                    f"{self.path}: row group {number} has {size:,} bytes by its footer, and the "
+                    f"pages of {column} {stored:,}; write the file again"
+                )
+
         try:
             # Reads of several threads at once are the threads of the caller.
             with (
                 self.file.open() as file,
-                pq.ParquetFile(file, metadata=self.metadata, pre_buffer=False) as reader,
+                pq.ParquetFile(
+                    CheckedFile(file, check), metadata=self.metadata, pre_buffer=False
+                ) as reader,
             ):
                 for batch in reader.iter_batches(at_once, [number], [column], use_threads=False):
                     array = batch.column(0)

@@ -50,6 +50,11 @@ class FfcvSource(StoreMaps):
             )
             self.teacher = notes.get("teacher", "")
 
+    @property
+    def beton(self) -> Beton | None:
+        """The open file; None where its samples are fetched when they are needed."""
+        return self._beton
+
     def _open(self, path: str | Path) -> Beton:
         return open_matching(Path(path))
 

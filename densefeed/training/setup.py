@@ -1,11 +1,8 @@
 """Set up a run: open, check and build everything that its first step needs."""
 
-import os
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType
@@ -31,7 +28,6 @@ from densefeed.storage.dataset_names import (
 from densefeed.storage.geometry import teacher_window
 from densefeed.storage.packs import lacks_reference
 from densefeed.system.errors import UserError
-from densefeed.system.object_url import ObjectURL
 from densefeed.system.terminal import print
 from densefeed.training.build import autocast_dtype, build_model
 from densefeed.training.compile import can_capture
@@ -39,6 +35,7 @@ from densefeed.training.config import Config, ModelOptions, OptimOptions, RunOpt
 from densefeed.training.optimizers import FUSED
 from densefeed.training.ranks import ALONE, Ranks
 from densefeed.training.run_checkpoints import Checkpoints
+from densefeed.training.shared_images import warn_shared_images
 from densefeed.training.student import Student, build_student
 
 # What a checkpoint of a run holds beside the student's state.
@@ -47,8 +44,6 @@ REQUIRED = {"config", "fingerprint", "maps", "step", "microbatch", "skips", "see
 CHECKED_MAPS = 64
 # Images whose size is compared with the Window of their map.
 CHECKED_WINDOWS = 16
-# Training files that are looked for among those of the validation set, and most of the latter.
-COMPARED_FILES, MOST_FILES = 1024, 2**17
 # A generator that crops at whole pixels differs by up to half of one: 1/600 of an image of 300.
 WINDOW_ERROR = 2e-3
 RELABEL = (
@@ -374,33 +369,6 @@ def check_datasets(data: DataOptions, objective: Objective, train: ThreadedLoade
         )
 
 
-def warn_shared_images(data: DataOptions, train: Source, val: Source) -> None:
-    """Warn if images of the validation set are training images too.
-
-    Sets of equal fingerprints are the same. Others are compared by the files that hold their
-    samples: up to 131,072 of the validation set with up to 1,024 of the training set.
-    """
-    share = 1.0
-    if train.fingerprint != val.fingerprint:
-        own = set(resolve_folders(val.files(MOST_FILES)))
-        sampled = train.files(COMPARED_FILES)
-        hits = sum(path in own for path in resolve_folders(sampled))
-        if not hits:
-            return
-        count = len(sampled) if len(sampled) < COMPARED_FILES else len(train.labels)
-        share = min(1.0, hits / len(sampled) * count / len(own))
-    about = "" if share == 1 else f"about {100 * share:.0f} % of "
-    is_folder = not isinstance(data.train, ObjectURL) and data.train.is_dir()
-    instead = ", or give --val-fraction 0.15 in its place" if is_folder else ""
-    print(
-        f"warning: {about}the images of --val {data.val} are training images of --data "
-        f"{data.train} too, so its accuracy is not that of new images; give --val other images"
-        f"{instead}",
-        file=sys.stderr,
-        flush=True,
-    )
-
-
 def warn_orientation(data: DataOptions) -> None:
     """Warn that nothing shows how the score maps are oriented."""
     print(
@@ -410,12 +378,6 @@ def warn_orientation(data: DataOptions) -> None:
         file=sys.stderr,
         flush=True,
     )
-
-
-def resolve_folders(paths: Sequence[str]) -> Iterator[str]:
-    """Yield absolute paths without links in their folders; a folder is looked up once."""
-    resolve = cache(os.path.realpath)
-    return (os.path.join(resolve(folder), name) for folder, name in map(os.path.split, paths))
 
 
 def check_published(

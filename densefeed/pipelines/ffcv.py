@@ -32,6 +32,7 @@ class FfcvSource(StoreMaps):
         self.where = self._beton.where
         self.labels, self.fingerprint = self._beton.labels, self._beton.fingerprint
         notes = self._beton.notes
+        self.division = notes.get("division")
         self.class_names = name_classes(path, notes, self.labels)
         num_classes = len(self.class_names)
         if maps is not None:

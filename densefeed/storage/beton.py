@@ -763,6 +763,7 @@ def check_notes(path: Path, notes: dict, fields: list[Field], table: int) -> Non
         )
         and is_between(sums.get("samples_at"), 0, table, int),
         "teacher": isinstance(notes.get("teacher", ""), str),
+        "division": isinstance(notes.get("division", {}), dict),
         "absent": notes.get("absent", "tail") in ("tail", "zero-logit"),
     }
     if has_maps:

@@ -67,9 +67,9 @@ class StoreMaps(Source):
 class FolderSource(StoreMaps):
     """The images of a folder and, if `maps` names a store, their score maps.
 
-    `dataset`, `split` and `division` are those of Images. The store must be made for exactly these
-    images, or for the whole set that they were divided from. Files are read on `threads` threads.
-    Pillow decodes there what the native decoder does not support: anything but gray and RGB JPEGs
+    `dataset`, `split`, `division` and `whole` are those of Images. The store must be made for
+    exactly these images, or for the whole set that they were divided from. Files are read on
+    `threads` threads. Pillow decodes there what the native decoder does not support: anything but gray and RGB JPEGs
     (PNG, WebP, CMYK, ...).
     """
 
@@ -85,8 +85,9 @@ class FolderSource(StoreMaps):
         threads: int = 1,
         dataset: str = "",
         division: SplitOptions = WHOLE,
+        whole: Images | None = None,
     ) -> None:
-        self.images = Images(Path(root), dataset, split, division)
+        self.images = Images(Path(root), dataset, split, division, whole)
         self.blocks = self.images.blocks
         self.labels, self.class_names = self.images.labels, self.images.class_names
         self.where = self.images.where

@@ -117,7 +117,7 @@ def setup_run(config: Config, ranks: Ranks) -> Run:
         check_frozen(objective)
     loader = open_loader(data, optim, config.run.seed, objective, "train", ranks)
     check_pairs(loader.plan, config.mix)
-    val = open_loader(data, optim, config.run.seed, objective, "evaluate", ranks)
+    val = open_loader(data, optim, config.run.seed, objective, "evaluate", ranks, loader.source)
     # First of all that depends on the data: ranks that differ would wait for each other later.
     check_same_on_ranks(ranks, loader, val)
     align_classes(data, loader, val, ranks)
@@ -187,8 +187,12 @@ def open_loader(
     objective: Objective,
     mode: Mode,
     ranks: Ranks = ALONE,
+    beside: Source | None = None,
 ) -> ThreadedLoader:
-    """Open the loader of the training or the validation set: this rank's rows."""
+    """Open the loader of the training or the validation set: this rank's rows.
+
+    `beside` is a part of the same data that is open.
+    """
     training = mode == "train"
     microbatch = optim.microbatch or optim.batch // ranks.size
     return open_dataset(
@@ -202,6 +206,7 @@ def open_loader(
         ranks=ranks.size,
         maps=objective.needs_score_maps,
         device=ranks.device,
+        beside=beside,
     )
 
 

@@ -126,6 +126,16 @@ def test_outside_start_line_and_dry_run_have_the_size_of_each_part(photos, micro
     assert "19 training and 6 validation images" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_outside_training_lists_a_divided_folder_once(photos, micro, tmp_path, capsys, dry_run):
+    """The lines about files that are left out were printed for each part."""
+    mine = shutil.copytree(photos, tmp_path / "mine")
+    (mine / "ant" / "notes.txt").touch()
+    capsys.readouterr()
+    trained(micro, mine, tmp_path / "run", epochs=1, dry_run=dry_run, **CE)
+    assert capsys.readouterr().out.count("with another ending was left out: .txt 1") == 1
+
+
 def test_outside_validate_and_explain_take_the_runs_validation_images(
     photos, flow, tmp_path, capsys
 ):

@@ -69,8 +69,8 @@ class FolderSource(StoreMaps):
 
     `dataset`, `split`, `division` and `whole` are those of Images. The store must be made for
     exactly these images, or for the whole set that they were divided from. Files are read on
-    `threads` threads. Pillow decodes there what the native decoder does not support: anything but gray and RGB JPEGs
-    (PNG, WebP, CMYK, ...).
+    `threads` threads. Pillow decodes there what the native decoder does not support: anything but
+    gray and RGB JPEGs (PNG, WebP, CMYK, ...).
     """
 
     remedy = (

@@ -26,7 +26,7 @@ from densefeed.storage.dataset_names import (
     match_forms,
 )
 from densefeed.storage.geometry import teacher_window
-from densefeed.storage.packs import lacks_reference
+from densefeed.storage.packs import describe_doubt
 from densefeed.system.errors import UserError
 from densefeed.system.terminal import print
 from densefeed.training.build import autocast_dtype, build_model
@@ -124,8 +124,9 @@ def setup_run(config: Config, ranks: Ranks) -> Run:
     check_datasets(data, objective, loader)
     if ranks.is_first:
         warn_shared_images(data, loader.source, val.source)
-        if objective.needs_score_maps and lacks_reference(loader.source.teacher):
-            warn_orientation(data)
+        doubt = describe_doubt(loader.source.teacher, data.maps_name)
+        if objective.needs_score_maps and doubt:
+            print(f"warning: {doubt}", file=sys.stderr, flush=True)
     check_published(data, config.augment.augment_before_crop, objective, loader, ranks)
     maps = checksum_maps(data.on_bad_sample, objective, loader)
     first, *others = ranks.gather_sync(maps)
@@ -372,17 +373,6 @@ def check_datasets(data: DataOptions, objective: Objective, train: ThreadedLoade
             f"{data.train} has no score maps, which --objective {objective.setting.options.name} "
             "needs; give --score-maps maps.h5, or pack them"
         )
-
-
-def warn_orientation(data: DataOptions) -> None:
-    """Warn that nothing shows how the score maps are oriented."""
-    print(
-        f"warning: the score maps of {data.maps_name} were imported without a check of how they "
-        "are oriented, and transposed ones train without an error; import them again with "
-        "densefeed import --reference MODEL",
-        file=sys.stderr,
-        flush=True,
-    )
 
 
 def check_published(

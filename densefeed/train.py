@@ -190,6 +190,7 @@ def save(run: Run, monitor: TrainMonitor, clock: RunClock, step: int) -> None:
         "microbatch": run.config.optim.microbatch,
         "class_names": run.loader.class_names,
         "fingerprint": run.loader.fingerprint,
+        "division": run.loader.source.division,
         "maps": run.maps,
         "mean": list(preprocessing["mean"]),
         "std": list(preprocessing["std"]),

@@ -32,6 +32,7 @@ class FfcvSource(StoreMaps):
         self.where = self._beton.where
         self.labels, self.fingerprint = self._beton.labels, self._beton.fingerprint
         notes = self._beton.notes
+        self.division = notes.get("division")
         self.class_names = name_classes(path, notes, self.labels)
         num_classes = len(self.class_names)
         if maps is not None:
@@ -49,6 +50,11 @@ class FfcvSource(StoreMaps):
                 notes["min_window_side"],
             )
             self.teacher = notes.get("teacher", "")
+
+    @property
+    def beton(self) -> Beton | None:
+        """The open file; None where its samples are fetched when they are needed."""
+        return self._beton
 
     def _open(self, path: str | Path) -> Beton:
         return open_matching(Path(path))

@@ -67,10 +67,10 @@ class StoreMaps(Source):
 class FolderSource(StoreMaps):
     """The images of a folder and, if `maps` names a store, their score maps.
 
-    `dataset`, `split` and `division` are those of Images. The store must be made for exactly these
-    images, or for the whole set that they were divided from. Files are read on `threads` threads.
-    Pillow decodes there what the native decoder does not support: anything but gray and RGB JPEGs
-    (PNG, WebP, CMYK, ...).
+    `dataset`, `split`, `division` and `whole` are those of Images. The store must be made for
+    exactly these images, or for the whole set that they were divided from. Files are read on
+    `threads` threads. Pillow decodes there what the native decoder does not support: anything but
+    gray and RGB JPEGs (PNG, WebP, CMYK, ...).
     """
 
     remedy = (
@@ -85,15 +85,16 @@ class FolderSource(StoreMaps):
         threads: int = 1,
         dataset: str = "",
         division: SplitOptions = WHOLE,
+        whole: Images | None = None,
     ) -> None:
-        self._images = Images(Path(root), dataset, split, division)
-        self.blocks = self._images.blocks
-        self.labels, self.class_names = self._images.labels, self._images.class_names
-        self.where = self._images.where
-        self.fingerprint = self._images.fingerprint()
+        self.images = Images(Path(root), dataset, split, division, whole)
+        self.blocks = self.images.blocks
+        self.labels, self.class_names = self.images.labels, self.images.class_names
+        self.where = self.images.where
+        self.fingerprint = self.images.fingerprint()
         if maps is not None:
             self._store = ScoreMapStore(maps)
-            self._rows = find_rows(self._store, self._images, root)
+            self._rows = find_rows(self._store, self.images, root)
             self.score_maps = score_map_spec(self._store, len(self.class_names))
             self.teacher = self._store.header.teacher
         self._readers = ThreadPoolExecutor(threads, thread_name_prefix="read")
@@ -124,7 +125,7 @@ class FolderSource(StoreMaps):
 
     def _read_one(self, index: int) -> tuple[np.ndarray, int, tuple[int, int]]:
         """Read a file, or its pixels if Pillow must decode it; return its kind and extent too."""
-        file = self._images.read(index)
+        file = self.images.read(index)
         try:
             extent = native.probe(file)
             return np.frombuffer(file, np.uint8), native.JPEG, extent
@@ -153,13 +154,13 @@ class FolderSource(StoreMaps):
     def _extent(self, index: int) -> tuple[int, int]:
         """Read the height and width of a file; 1 x 1 if it is damaged."""
         try:
-            with self._images.open(index) as file:
+            with self.images.open(index) as file:
                 head = b""
                 for more in HEADS:
                     head += file.read(more)
                     with suppress(native.JpegError):
                         return native.probe(head)
-            return self._images.size(index)
+            return self.images.size(index)
         except OSError as error:
             # Damage is reported, or skipped, when the file's turn in a batch comes. A file that the
             # system does not give now may be given to another rank, or to a resumed run, and their
@@ -170,7 +171,7 @@ class FolderSource(StoreMaps):
             return 1, 1
 
     def image(self, index: int) -> Image.Image:
-        return decode(self._images.read(index), self.where(index))
+        return decode(self.images.read(index), self.where(index))
 
     def close(self) -> None:
         self._readers.shutdown(cancel_futures=True)

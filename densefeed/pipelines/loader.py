@@ -124,6 +124,9 @@ class Source:
     remedy: str  # what to do about an image that cannot be decoded, ends the error message
     score_maps: ScoreMapSpec | None = None  # shape and meaning of the score maps; None without maps
     teacher: str = ""  # of the score maps, as their store names it; empty: not known
+    # of a part that was divided from a folder when it was packed: its dataset, val_fraction and
+    # val_seed; checkpoints keep it
+    division: dict | None = None
 
     def where(self, index: int) -> str:
         """Name sample `index` in an error message: its path, or file and number in the file."""

@@ -27,7 +27,7 @@ from densefeed.storage.beton import is_beton
 from densefeed.storage.datasets import choose_validation_split
 from densefeed.storage.fetch import make_local
 from densefeed.storage.geometry import LEAST_CROP
-from densefeed.storage.images import WHOLE, DecodeOptions, SplitOptions, limit_pixels
+from densefeed.storage.images import WHOLE, DecodeOptions, Images, SplitOptions, limit_pixels
 from densefeed.system.devices import ThreadOptions, free_memory
 from densefeed.system.errors import UserError
 from densefeed.system.files import cache_folder
@@ -186,8 +186,9 @@ def open_folder(
     threads: int,
     dataset: str = "",
     division: SplitOptions = WHOLE,
+    whole: Images | None = None,
 ) -> FolderSource:
-    """Open a folder of images. UserError for a file."""
+    """Open a folder of images; `whole` are those to divide, if listed. UserError for a file."""
     check_local(path)
     if path.is_file():
         raise UserError(
@@ -197,7 +198,7 @@ def open_folder(
     split = "train"
     if mode != "train":
         split = "val" if division.val_fraction else choose_validation_split(dataset)
-    return FolderSource(path, split, maps, threads, dataset, division)
+    return FolderSource(path, split, maps, threads, dataset, division, whole)
 
 
 def open_beton(
@@ -302,6 +303,7 @@ def open_dataset(
     ranks: int = 1,
     maps: bool = True,
     device: torch.device = CPU,
+    beside: Source | None = None,
 ) -> ThreadedLoader:
     """Open the loader of the training or the validation set: the rows of one rank.
 
@@ -311,6 +313,8 @@ def open_dataset(
         microbatches: forward passes that a global batch is divided into, see `EpochPlan`.
         maps: whether training batches carry score maps, if the set has any.
         device: where DALI decodes.
+        beside: a part of the same data that is open; with --val-fraction the folder is not listed
+            again.
 
     The limit of pixels is one for the process: that of the dataset opened last.
 
@@ -331,6 +335,8 @@ def open_dataset(
                 "--dataset and --val-fraction are for folders that --loader folder or dali reads; "
                 f"leave them out with --loader {loader}"
             )
+        if data.val_fraction and isinstance(beside, FolderSource):
+            which["whole"] = beside.images.whole
         source = open_source(Path(path), mode, score_maps, data.threads, **which)
     plan = EpochPlan(
         num_samples=len(source.labels),

@@ -81,6 +81,10 @@ class RemoteSource(FfcvSource):
         return beton
 
     @property
+    def beton(self) -> None:
+        """None: the local copy holds zeros in place of samples that were not fetched."""
+
+    @property
     def fetched(self) -> int:
         """Bytes that this process fetched."""
         return self._copy.fetched + self._cache.fetched

@@ -26,6 +26,7 @@ from densefeed.storage.dataset_names import describe_difference
 from densefeed.storage.geometry import Geometry
 from densefeed.system.devices import choose_device
 from densefeed.system.errors import UserError, first_line
+from densefeed.system.terminal import print
 
 # A user's own teacher, package.module:factory.
 FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -159,11 +160,17 @@ def load_references(
 ) -> References:
     """Load a model as two references: shown whole images, and shown their center squares.
 
-    `name` is a teacher as in densefeed label. Raises UserError if the model cannot be
+    `name` is a teacher as in densefeed label. Prints a line if it states no names of classes, which
+    are then matched by order. Raises UserError if the model cannot be
     loaded, was trained on other classes, or does not take inputs of `input_size` pixels.
     """
     network = load_network(name, model, input_size)
-    names = network.class_names
+    names = _find_names(network, list(class_names))
+    if not names:
+        print(
+            f"note: {name} states no names of classes; they are matched by order with those of the "
+            "maps"
+        )
     if names and list(names) != list(class_names):
         difference = describe_difference(names, "of the reference", class_names, "of the maps")
         raise UserError(

@@ -463,6 +463,13 @@ class Beton:
             )
         return bytes(stored), mode
 
+    def middle(self, index: int, most: int) -> bytes:
+        """Return up to `most` bytes from the middle of image `index` as it is stored, unchecked."""
+        size = int(self.images.size[index])
+        stored = bytearray(min(size, most))
+        self._read_into(index, stored, self.images.offset[index] + (size - len(stored)) // 2)
+        return bytes(stored)
+
     def pixels(self, index: int, stored: bytes) -> np.ndarray:
         """Decode image `index`, which is not a JPEG, from its bytes: uint8 `[H, W, 3]`.
 
@@ -756,6 +763,7 @@ def check_notes(path: Path, notes: dict, fields: list[Field], table: int) -> Non
         )
         and is_between(sums.get("samples_at"), 0, table, int),
         "teacher": isinstance(notes.get("teacher", ""), str),
+        "division": isinstance(notes.get("division", {}), dict),
         "absent": notes.get("absent", "tail") in ("tail", "zero-logit"),
     }
     if has_maps:

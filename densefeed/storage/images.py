@@ -165,6 +165,7 @@ class Images:
         split: the split; for a folder that holds `train/` and `val/`, one of these names.
         division: how the training split is divided, if `split` is to be a part of it: `train` or
             `val`.
+        whole: that training split, if it was listed before; only with a division.
 
     Raises UserError if the folder does not exist, holds no images, has no random access, or cannot
     be divided.
@@ -185,11 +186,12 @@ class Images:
         dataset: str = "",
         split: str = "train",
         division: SplitOptions = WHOLE,
+        whole: "Images | None" = None,
     ) -> None:
         self.root = root if isinstance(root, ObjectURL) else Path(root)
         self._split, self.whole, self.rows = split, None, None
         if division.val_fraction:
-            self._divide(Images(root, dataset), division)
+            self._divide(whole or Images(root, dataset), division)
             return
         found = datasets.find(self.root, dataset, split)
         self.paths, self.labels, self.class_names = found.paths, found.labels, found.class_names

@@ -305,12 +305,11 @@ def verify_files(files: tuple[Path, ...], /) -> None:
         raise UserError("no file of score maps was named; name one or several")
     for path in files:
         check_local_rows(path)
-        changed = []
+        changed = {}
         with suppress(UserError):
-            changed = find_changed(path, read_manifest(path)) if path.is_dir() else []
-        for shard in changed:
-            what = "does not match its checksum; remove it and" if shard.exists() else "is missing;"
-            print(f"{shard} {what} {REMEDY}")
+            changed = find_changed(path, read_manifest(path)) if path.is_dir() else {}
+        for shard, fault in changed.items():
+            print(f"{shard} {fault}; {'remove it and ' * shard.exists()}{REMEDY}")
         try:
             store = ScoreMapStore(path)
             faults, named = verify(store), store.names_match()

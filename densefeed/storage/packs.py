@@ -14,6 +14,7 @@ declared at import.
 
 import io
 import os
+import re
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -56,6 +57,14 @@ PROBES = 64
 NAMED = 5
 # Number of integers from 0 that a float represents exactly, by its bytes.
 EXACT = {2: 2**11, 4: 2**24, 8: 2**53}
+# How the header of a store states what a comparison with a reference found, by the verdict of the
+# audit's check.
+FOUND = {"sound": "by", "unchecked": "unconfirmed by", "fault": "contradicted by"}
+# The end of the entry `teacher` of imported maps.
+IMPORTED = re.compile(
+    rf"\(pack .*, axes (?:{'|'.join(get_args(Axes))})"
+    rf"(?: (?P<found>{'|'.join(FOUND.values())}) reference .*)?\)$"
+)
 # For names that do not identify an image.
 REMEDY = "give the class folders of images and maps the same names, or each image a name of its own"
 # Logit of the image's label where there is no map: probability 1 - 2e-6 among 1,000 classes.
@@ -321,6 +330,8 @@ class Pack:
     teacher: str
     input_size: int  # of the teacher, pixels
     reference: str = ""  # the model that the maps are compared with
+    # what that comparison found about the axes
+    orientation: Literal["sound", "unchecked", "fault"] = "unchecked"
 
     def header(self, images: Images) -> StoreHeader:
         """Return the header of the store.
@@ -332,7 +343,8 @@ class Pack:
         axes = f"axes {self.axes}"
         if self.reference:
             # The name alone: the same maps give the same file in another folder.
-            axes += f" by reference {escape_controls(Path(self.reference).name)}"
+            found = FOUND[self.orientation]
+            axes += f" {found} reference {escape_controls(Path(self.reference).name)}"
         return StoreHeader(
             side=self.side,
             top_k=self.top_k,
@@ -346,10 +358,30 @@ class Pack:
         )
 
 
-def lacks_reference(teacher: str) -> bool:
-    """Whether a header's `teacher` states that maps were imported without a reference."""
-    return "(pack " in teacher and teacher.endswith(
-        tuple(f", axes {axes})" for axes in get_args(Axes))
+def describe_doubt(teacher: str, where: object) -> str:
+    """Describe why the maps of `where` may not be upright, by a header's `teacher`, and the remedy.
+
+    Empty for maps that were not imported, and for those that a reference has shown to be upright.
+    """
+    imported = IMPORTED.search(teacher)
+    if imported is None or imported["found"] == FOUND["sound"]:
+        return ""
+    again = "import them again with densefeed import"
+    if imported["found"] == FOUND["fault"]:
+        return (
+            f"the reference of their import shows that the maps of {where} are not oriented as "
+            f"declared; {again} --axes find"
+        )
+    if imported["found"] == FOUND["unchecked"]:
+        return (
+            f"the reference of their import did not show how the maps of {where} are oriented, and "
+            f"transposed ones train without an error; {again} and another --reference MODEL, or "
+            "more --audit-images"
+        )
+    return (
+        f"it was not checked how the maps of {where} are oriented, and transposed ones train "
+        f"without an error; {again} --reference MODEL, a model of the same classes that locates "
+        "objects"
     )
 
 

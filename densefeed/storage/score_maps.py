@@ -29,6 +29,7 @@ from densefeed.storage.store_file import (
     StoreFile,
     StoreHeader,
     Types,
+    count_undone,
     dataset_types,
     find_runs,
     row_types,
@@ -153,13 +154,8 @@ class ScoreMapStore:
         self.path = Path(path)
         self._file = file = open_rows(self.path)
         self.header, self.close = file.header, file.close
-        for first, done in file.blocks("done"):
-            # A sparse file of a few kilobytes may state billions of rows, so the first are enough.
-            if undone := int((done != 1).sum()):
-                more = " or more" if first + len(done) < file.rows else ""
-                raise UserError(
-                    f"{path}: {undone}{more} rows are not labeled; run the labeling again"
-                )
+        if undone := count_undone(file.blocks("done"), file.rows):
+            raise UserError(f"{path}: {undone} rows are not labeled; run the labeling again")
         self.labels, self.crcs, self.palette = map(file.read, ("label", "crc32", "palette"))
         self.check_columns()
         self.max_palette = int(self.palette.max())

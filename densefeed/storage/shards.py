@@ -29,7 +29,7 @@ from densefeed.storage.shard_plan import (
     shards_folder,
 )
 from densefeed.storage.store_file import StoreFile, StoreHeader
-from densefeed.storage.store_folder import Manifest, StoredShard, check_local_rows, hash_file
+from densefeed.storage.store_folder import Manifest, StoredShard, check_local_rows, find_fault
 from densefeed.system.errors import UserError
 from densefeed.system.files import (
     check_absent,
@@ -170,8 +170,8 @@ def find_shards(folders: tuple[Path, ...]) -> tuple[StoredPlan, dict[StoredShard
 
 def copy_shard(path: Path, target: Path, shard: StoredShard) -> None:
     """Copy a finished shard, or link it on the same disk. UserError if its bytes are others."""
-    if hash_file(path) != shard.sha256:
-        raise UserError(f"{path} does not match its record; remove it, and label its images again")
+    if fault := find_fault(path, shard):
+        raise UserError(f"{path} {fault}; remove it, and label its images again")
     make_folder(target.parent)
     # A shard never changes, so two folders can share its file, where the file system has links.
     try:

@@ -295,6 +295,18 @@ def find_runs(ids: np.ndarray) -> list[tuple[int, int, int]]:
     return [(start, end, int(ids[start])) for start, end in pairwise(bounds) if start < end]
 
 
+def count_undone(blocks: Iterable[tuple[int, np.ndarray]], rows: int) -> str:
+    """Count the rows that are not labeled in the blocks of `done`; empty if there are none.
+
+    A sparse file of a few kilobytes may state billions of rows, so the first block with such rows
+    is enough.
+    """
+    for first, done in blocks:
+        if undone := int((done != 1).sum()):
+            return f"{undone}{' or more' if first + len(done) < rows else ''}"
+    return ""
+
+
 def open_store(path: Path) -> int:
     """Open a regular file for reading; UserError if it is missing or a folder."""
     try:

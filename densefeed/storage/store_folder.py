@@ -12,6 +12,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -21,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from densefeed.storage.row_codecs import FormError
-from densefeed.storage.store_file import Arrays, StoreFile, StoreHeader
+from densefeed.storage.store_file import Arrays, StoreFile, StoreHeader, count_undone
 from densefeed.system.errors import UserError
 from densefeed.system.files import allow_open_files, check_own_folder, name_errors, open_regular
 from densefeed.system.json_files import read_json
@@ -258,10 +259,32 @@ class StoreFolder:
         return np.searchsorted(self._first[name], at, side="right") - 1
 
 
-def find_changed(folder: Path, manifest: Manifest) -> list[Path]:
-    """Return the shards in a folder that are missing, or whose bytes do not match the manifest."""
-    paths = {folder / shard.file: shard.sha256 for shard in manifest.shards}
-    return [p for p, digest in paths.items() if not p.is_file() or hash_file(p) != digest]
+def find_changed(folder: Path, manifest: Manifest) -> dict[Path, str]:
+    """Return the shards in a folder that are not those of the manifest, and what is wrong."""
+    faults = {
+        folder / shard.file: find_fault(folder / shard.file, shard) for shard in manifest.shards
+    }
+    return {path: fault for path, fault in faults.items() if fault}
+
+
+def find_fault(path: Path, shard: StoredShard) -> str:
+    """Return how a file differs from the recorded shard; empty if it does not.
+
+    It is hashed last: a sparse file of a few kilobytes may have terabytes.
+    """
+    if not path.is_file():
+        return "is missing"
+    with name_errors(path):
+        if path.stat().st_size != shard.bytes:
+            return f"does not have the {shard.bytes:,} bytes that were recorded"
+    try:
+        file = StoreFile(path)
+    except UserError:
+        return "is not a complete file of score maps"
+    with closing(file):
+        if undone := count_undone(file.blocks("done"), file.rows):
+            return f"has {undone} rows that are not labeled"
+    return "" if hash_file(path) == shard.sha256 else "does not match its checksum"
 
 
 def close_all(files: list[StoreFile]) -> None:

@@ -30,7 +30,13 @@ from typing import Literal
 
 import numpy as np
 
-from densefeed.relabel.audit import audit, neighbors, print_checks, raise_on_faults
+from densefeed.relabel.audit import (
+    audit,
+    check_orientation,
+    neighbors,
+    print_checks,
+    raise_on_faults,
+)
 from densefeed.relabel.load_teacher import load_references
 from densefeed.relabel.reference_match import FOOTPRINT_WORDS, References, find_layout, look
 from densefeed.storage.geometry import Footprint
@@ -40,6 +46,7 @@ from densefeed.storage.packs import (
     Axes,
     Matching,
     Pack,
+    describe_doubt,
     import_pack,
     match,
     probe,
@@ -119,7 +126,6 @@ def main(options: Import) -> None:
         models = load_references(
             options.reference, options.reference_model, size, images.class_names
         )
-    if finding:
         pack = find_pack_layout(options, pack, images, models)
     print(
         f"{options.labels}: maps of {side} x {side} cells, top {top_k}, by {pack.teacher} at "
@@ -138,26 +144,23 @@ def main(options: Import) -> None:
     if matching.extra:
         names = ", ".join(matching.extra_names)
         print(f"left out: {matching.extra:,} maps without an image ({names})")
-    verdicts = {}
     if options.audit:
         result = audit(out, images, models, options.audit_images, threads=options.threads)
         print_checks(result)
         raise_on_faults(result, out, "the lines above say what to do")
-        verdicts = {check.name: check.verdict for check in result.checks}
-    if options.axes != "find" and verdicts.get("orientation", "unchecked") == "unchecked":
-        print(
-            f"warning: it was not checked how the maps of {out} are oriented, and transposed ones "
-            "train without an error; remove it and import again with --reference MODEL, a model "
-            "of the same classes that locates objects",
-            file=sys.stderr,
-        )
+    if doubt := describe_doubt(store.header.teacher, out):
+        print(f"warning: {doubt}", file=sys.stderr)
 
 
 def find_pack_layout(options: Import, pack: Pack, images: Images, models: References) -> Pack:
-    """Return the pack with the layout that was to be found. Raises UserError if it is not clear."""
+    """Return the pack with what the reference shows: the layout, where that was to be found.
+
+    A declared order of the axes is kept, with the verdict of the audit's check. Raises UserError if
+    what was to be found is not clear.
+    """
     ids = np.unique(neighbors(images.labels, pack.matching.matched, options.audit_images))
-    # The files are read without a transpose or a crop, whatever their layout is.
-    raw = replace(pack, axes="row-column", footprint="squash")
+    # The files are read without a crop, whatever they cover, and with the declared axes.
+    raw = replace(pack, footprint="squash")
     part = read_part(images, raw, ids, TensorFiles())
     # Files that cannot be read are missing from the part, so the pairs are chosen again.
     rows = neighbors(images.labels, part.ids, options.audit_images)
@@ -171,10 +174,14 @@ def find_pack_layout(options: Import, pack: Pack, images: Images, models: Refere
     # Row and image have the same number before there is a store.
     everything = np.arange(len(images))
     looks = look(read, pack.header(images), images, everything, rows, models, options.threads)
-    # A declared footprint is taken as it is here, and judged by the audit at the end.
-    declared = None if options.footprint == "find" else pack.footprint
-    axes, footprint = find_layout(looks, options.labels, declared)
-    return replace(pack, axes=axes if options.axes == "find" else pack.axes, footprint=footprint)
+    axes, footprint, verdict = pack.axes, pack.footprint, check_orientation(looks, False)[0]
+    if "find" in (options.axes, options.footprint):
+        # A declared footprint is taken as it is here, and judged by the audit at the end.
+        declared = None if options.footprint == "find" else pack.footprint
+        found, footprint = find_layout(looks, options.labels, declared)
+        if options.axes == "find":
+            axes, verdict = found, "sound"
+    return replace(pack, axes=axes, footprint=footprint, orientation=verdict)
 
 
 def declare(options: Import, matching: Matching, side: int, top_k: int) -> Pack:

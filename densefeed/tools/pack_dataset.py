@@ -142,6 +142,9 @@ def main(packing: Packing) -> None:
     store, rows = open_maps(packing, images) if packing.maps else (None, None)
     notes = {"class_names": images.class_names, "fingerprint": fingerprint}
     notes["names"] = hash_images(images.paths, images.labels)
+    if packing.val_fraction:
+        names = "dataset", "val_fraction", "val_seed"
+        notes["division"] = {name: getattr(packing, name) for name in names}
     if store:
         spec = score_map_spec(store, len(images.class_names))
         notes |= {"teacher": store.header.teacher, "absent": spec.absent}

@@ -34,7 +34,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -51,9 +51,11 @@ from torch.nn import functional as F
 from densefeed.models.model_spec import imagenet_names
 from densefeed.pipelines.augment.augmentation import Normalize
 from densefeed.pipelines.batch import to_device
+from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.loader import Source, ThreadedLoader
 from densefeed.pipelines.open import BUILTIN, LOADERS, Filter, choose_loader
 from densefeed.pipelines.plan import EpochPlan
+from densefeed.storage.beton import is_beton
 from densefeed.storage.dataset_names import describe_lookalikes, list_some, match_forms
 from densefeed.storage.geometry import LEAST_CROP
 from densefeed.storage.images import DecodeOptions, limit_pixels
@@ -67,6 +69,7 @@ from densefeed.system.provenance import check_replaceable, environment, write_js
 from densefeed.system.terminal import escape_controls, print, print_table
 from densefeed.training.evaluation import Metrics, mean_metrics_sync, predict, sum_metrics
 from densefeed.training.load_model import Divided, Trained, Weights, find_division, open_trained
+from densefeed.training.shared_images import estimate_shared
 
 PACKAGES = ("torch", "timm", "numpy")
 # Images per call of timm's ReaL accuracy, which takes a dense row of all classes for each.
@@ -179,6 +182,28 @@ def open_source(options: Validation, loader: str, divided: Divided | None = None
         f"it held out, {divided.division.val_fraction:.3g} of each class"
     )
     return source
+
+
+def warn_training_images(trained: Trained, source: Source, path: Path) -> None:
+    """Warn if images to evaluate are training images of the model's run, where that is known.
+
+    The run's checkpoint has the fingerprint of its training images. Others than these are compared
+    with the run's .beton, if that is still there, see `estimate_shared`.
+    """
+    share, train = float(source.fingerprint == trained.fingerprint), Path(trained.train)
+    with suppress(UserError, OSError):
+        if not share and trained.train and is_beton(train):
+            with closing(FfcvSource(train)) as packed:
+                if packed.fingerprint == trained.fingerprint:
+                    share = estimate_shared(packed, source)
+    if share:
+        about = "" if share == 1 else f"about {100 * share:.0f} % of "
+        print(
+            f"warning: {about}the images of {path} are training images of the model's run, so the "
+            "accuracy is not that of new images; give --data the images that it was validated on",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 # ------------------------------------------------------------------------- ReaL
@@ -348,6 +373,7 @@ def main(options: Validation) -> dict:
     trained = open_trained(options.checkpoint, options.weights, options.model, options.size)
     chosen = choose_loader(options.loader, options.data)
     source = open_source(options, chosen, find_division(trained, options.data))
+    warn_training_images(trained, source, options.data)
     model = trained.model
     count, crop_pct = len(source.labels), options.crop_pct or trained.crop_pct
     interpolation = choose_filter(options.eval_interpolation, trained)

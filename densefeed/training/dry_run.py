@@ -68,7 +68,9 @@ def first_loss(run: Run, images: int) -> tuple[float, float]:
     optim = with_options(config.optim, batch=images, microbatch=images)
     run.student.train()
     # Every rank computes the same images by itself, so no all-reduce is needed.
-    with closing(open_loader(few, optim, config.run.seed, run.objective, "train")) as loader:
+    with closing(
+        open_loader(few, optim, config.run.seed, run.objective, "train", beside=run.loader.source)
+    ) as loader:
         compute = compile_step("never", trainable)
         sections = few, config.augment
         step = Step(loader, trainable, run.objective, *sections, run.dtype, compute)

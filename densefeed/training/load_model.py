@@ -37,9 +37,9 @@ MAX_PATCHES = 64
 
 
 class Divided(NamedTuple):
-    """A folder of images that a run divided into training and validation images."""
+    """A folder of images that a run, or packing for it, divided into training and validation."""
 
-    root: str
+    root: str  # of a packed part, its file
     dataset: str
     division: SplitOptions
     fingerprint: str  # of the training images
@@ -60,6 +60,8 @@ class Trained(NamedTuple):
     mean: tuple[float, ...]  # of input from 0 to 1
     std: tuple[float, ...]
     divided: Divided | None = None  # by --val-fraction
+    train: str = ""  # where the training images were; empty: not known
+    fingerprint: str = ""  # of them
 
 
 def open_trained(
@@ -114,14 +116,19 @@ def open_trained(
         mean=facts.mean or tuple(data["mean"]),
         std=facts.std or tuple(data["std"]),
         divided=read_divided(checkpoint, path),
+        train=str(read_data(checkpoint).get("train", "")),
+        fingerprint=str(checkpoint.get("fingerprint", "")),
     )
 
 
 def read_divided(checkpoint: dict, path: Path) -> Divided | None:
-    """Read what a run divided by --val-fraction; None for others. Raises UserError."""
-    config = checkpoint.get("config")
-    data = config.get("data") if isinstance(config, dict) else None
-    data = data if isinstance(data, dict) else {}
+    """Read what a run, or packing for it, divided by --val-fraction; None for others.
+
+    Raises UserError.
+    """
+    data = read_data(checkpoint)
+    if isinstance(division := checkpoint.get("division"), dict):
+        data = data | division
     fraction, seed = data.get("val_fraction"), data.get("val_seed")
     if not is_number(fraction) or not fraction:
         return None
@@ -134,6 +141,13 @@ def read_divided(checkpoint: dict, path: Path) -> Divided | None:
         raise checkpoints.CheckpointError(f"{path}: its data is not a path; train it again")
     root, dataset, fingerprint = texts
     return Divided(root, dataset, division, fingerprint)
+
+
+def read_data(checkpoint: dict) -> dict:
+    """Read the section `data` of a run's options; empty if there is none."""
+    config = checkpoint.get("config")
+    data = config.get("data") if isinstance(config, dict) else None
+    return data if isinstance(data, dict) else {}
 
 
 def find_division(trained: Trained, path: Path) -> Divided | None:

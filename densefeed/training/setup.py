@@ -1,11 +1,8 @@
 """Set up a run: open, check and build everything that its first step needs."""
 
-import os
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType
@@ -29,9 +26,8 @@ from densefeed.storage.dataset_names import (
     match_forms,
 )
 from densefeed.storage.geometry import teacher_window
-from densefeed.storage.packs import lacks_reference
+from densefeed.storage.packs import describe_doubt
 from densefeed.system.errors import UserError
-from densefeed.system.object_url import ObjectURL
 from densefeed.system.terminal import print
 from densefeed.training.build import autocast_dtype, build_model
 from densefeed.training.compile import can_capture
@@ -39,6 +35,7 @@ from densefeed.training.config import Config, ModelOptions, OptimOptions, RunOpt
 from densefeed.training.optimizers import FUSED
 from densefeed.training.ranks import ALONE, Ranks
 from densefeed.training.run_checkpoints import Checkpoints
+from densefeed.training.shared_images import warn_shared_images
 from densefeed.training.student import Student, build_student
 
 # What a checkpoint of a run holds beside the student's state.
@@ -47,8 +44,6 @@ REQUIRED = {"config", "fingerprint", "maps", "step", "microbatch", "skips", "see
 CHECKED_MAPS = 64
 # Images whose size is compared with the Window of their map.
 CHECKED_WINDOWS = 16
-# Training files that are looked for among those of the validation set, and most of the latter.
-COMPARED_FILES, MOST_FILES = 1024, 2**17
 # A generator that crops at whole pixels differs by up to half of one: 1/600 of an image of 300.
 WINDOW_ERROR = 2e-3
 RELABEL = (
@@ -122,15 +117,16 @@ def setup_run(config: Config, ranks: Ranks) -> Run:
         check_frozen(objective)
     loader = open_loader(data, optim, config.run.seed, objective, "train", ranks)
     check_pairs(loader.plan, config.mix)
-    val = open_loader(data, optim, config.run.seed, objective, "evaluate", ranks)
+    val = open_loader(data, optim, config.run.seed, objective, "evaluate", ranks, loader.source)
     # First of all that depends on the data: ranks that differ would wait for each other later.
     check_same_on_ranks(ranks, loader, val)
     align_classes(data, loader, val, ranks)
     check_datasets(data, objective, loader)
     if ranks.is_first:
         warn_shared_images(data, loader.source, val.source)
-        if objective.needs_score_maps and lacks_reference(loader.source.teacher):
-            warn_orientation(data)
+        doubt = describe_doubt(loader.source.teacher, data.maps_name)
+        if objective.needs_score_maps and doubt:
+            print(f"warning: {doubt}", file=sys.stderr, flush=True)
     check_published(data, config.augment.augment_before_crop, objective, loader, ranks)
     maps = checksum_maps(data.on_bad_sample, objective, loader)
     first, *others = ranks.gather_sync(maps)
@@ -192,8 +188,12 @@ def open_loader(
     objective: Objective,
     mode: Mode,
     ranks: Ranks = ALONE,
+    beside: Source | None = None,
 ) -> ThreadedLoader:
-    """Open the loader of the training or the validation set: this rank's rows."""
+    """Open the loader of the training or the validation set: this rank's rows.
+
+    `beside` is a part of the same data that is open.
+    """
     training = mode == "train"
     microbatch = optim.microbatch or optim.batch // ranks.size
     return open_dataset(
@@ -207,6 +207,7 @@ def open_loader(
         ranks=ranks.size,
         maps=objective.needs_score_maps,
         device=ranks.device,
+        beside=beside,
     )
 
 
@@ -372,50 +373,6 @@ def check_datasets(data: DataOptions, objective: Objective, train: ThreadedLoade
             f"{data.train} has no score maps, which --objective {objective.setting.options.name} "
             "needs; give --score-maps maps.h5, or pack them"
         )
-
-
-def warn_shared_images(data: DataOptions, train: Source, val: Source) -> None:
-    """Warn if images of the validation set are training images too.
-
-    Sets of equal fingerprints are the same. Others are compared by the files that hold their
-    samples: up to 131,072 of the validation set with up to 1,024 of the training set.
-    """
-    share = 1.0
-    if train.fingerprint != val.fingerprint:
-        own = set(resolve_folders(val.files(MOST_FILES)))
-        sampled = train.files(COMPARED_FILES)
-        hits = sum(path in own for path in resolve_folders(sampled))
-        if not hits:
-            return
-        count = len(sampled) if len(sampled) < COMPARED_FILES else len(train.labels)
-        share = min(1.0, hits / len(sampled) * count / len(own))
-    about = "" if share == 1 else f"about {100 * share:.0f} % of "
-    is_folder = not isinstance(data.train, ObjectURL) and data.train.is_dir()
-    instead = ", or give --val-fraction 0.15 in its place" if is_folder else ""
-    print(
-        f"warning: {about}the images of --val {data.val} are training images of --data "
-        f"{data.train} too, so its accuracy is not that of new images; give --val other images"
-        f"{instead}",
-        file=sys.stderr,
-        flush=True,
-    )
-
-
-def warn_orientation(data: DataOptions) -> None:
-    """Warn that nothing shows how the score maps are oriented."""
-    print(
-        f"warning: the score maps of {data.maps_name} were imported without a check of how they "
-        "are oriented, and transposed ones train without an error; import them again with "
-        "densefeed import --reference MODEL",
-        file=sys.stderr,
-        flush=True,
-    )
-
-
-def resolve_folders(paths: Sequence[str]) -> Iterator[str]:
-    """Yield absolute paths without links in their folders; a folder is looked up once."""
-    resolve = cache(os.path.realpath)
-    return (os.path.join(resolve(folder), name) for folder, name in map(os.path.split, paths))
 
 
 def check_published(

@@ -62,7 +62,7 @@ def test_repeats_of_an_image_share_its_memory(folder, monkeypatch):
     def missing(index):
         raise FileNotFoundError(2, "gone", gone)
 
-    monkeypatch.setattr(source._images, "read", missing)
+    monkeypatch.setattr(source.images, "read", missing)
     encoded = source.begin(np.array([2, 2])).wait()
     assert list(encoded.errors) == [0, 1]
     assert encoded.errors[0] == encoded.errors[1]

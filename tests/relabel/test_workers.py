@@ -301,7 +301,7 @@ def test_shares_are_joined_to_the_bytes_of_one_labeling(many, whole, tmp_path):
         merge_folders((parts[0], tmp_path / "large"), tmp_path / "again")
     shard = min((parts[1] / SHARDS).glob("*.h5"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")
-    with pytest.raises(UserError, match=rf"{shard.name} does not match its record; remove it"):
+    with pytest.raises(UserError, match=rf"{shard.name} does not match its checksum; remove it"):
         merge_folders(tuple(parts), tmp_path / "again.h5")
     assert not (tmp_path / "again.h5").exists()
 

@@ -64,7 +64,7 @@ def test_the_objects_are_the_files_of_a_folder(many, whole, bucket, tmp_path):
     assert status.workers == 0
     copy = fetch(out, tmp_path / "copy")
     assert files(copy.path) == copied(whole)
-    assert find_changed(copy.path, read_manifest(copy.path)) == []
+    assert find_changed(copy.path, read_manifest(copy.path)) == {}
 
 
 def test_named_images_and_lost_shards_are_labeled_again(many, whole, bucket, tmp_path, capsys):

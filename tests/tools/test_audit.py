@@ -13,6 +13,7 @@ import timm
 import torch
 
 from densefeed.models import nfnet  # noqa: F401  (registers)
+from densefeed.models.model_spec import imagenet_names
 from densefeed.relabel import load_teacher
 from densefeed.relabel.audit import audit
 from densefeed.relabel.load_teacher import Loaded, load_references
@@ -277,7 +278,9 @@ def test_an_import_finds_the_layout_of_its_pack(scenes, located, student, tmp_pa
             import_labels.main(
                 replace(wanted, out=tmp_path / "c.h5", footprint="center-crop", axes="row-column")
             )
-        assert (tmp_path / "c.h5").exists()
+        # The file is there, and says so too.
+        teacher = ScoreMapStore(tmp_path / "c.h5").header.teacher
+        assert teacher.endswith("axes row-column contradicted by reference student)")
 
 
 def test_references_that_do_not_fit_are_refused(tmp_path):
@@ -297,3 +300,22 @@ def test_references_that_do_not_fit_are_refused(tmp_path):
     found = load_references(str(tmp_path / "last.pt"), "", 64, ["cat", "dog"], "cpu")
     assert set(found) == {"squash", "center-crop"}
     assert found["squash"].model is found["center-crop"].model
+
+
+def test_outside_a_reference_without_names_is_matched_by_order_in_a_line(tmp_path, capsys):
+    torch.manual_seed(0)
+    model = timm.create_model("test_vit", num_classes=2)
+    torch.save(model.state_dict(), tmp_path / "plain.pth")
+    path = str(tmp_path / "plain.pth")
+    load_references(path, "test_vit", 64, ["cat", "dog"], "cpu")
+    assert capsys.readouterr().out == (
+        f"note: {path} states no names of classes; they are matched by order with those of the "
+        "maps\n"
+    )
+    # A model of ImageNet's classes has their names.
+    names = imagenet_names(timm.create_model("test_vit", num_classes=1000))
+    torch.save(timm.create_model("test_vit").state_dict(), tmp_path / "plain.pth")
+    load_references(path, "test_vit", 64, names, "cpu")
+    assert capsys.readouterr().out == ""
+    with pytest.raises(UserError, match="the same names in another order"):
+        load_references(path, "test_vit", 64, names[::-1], "cpu")

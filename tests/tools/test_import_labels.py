@@ -18,9 +18,9 @@ from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.targets import TargetRules, sparse_targets
 from densefeed.recipes import RECIPES
-from densefeed.relabel.audit import AuditResult, Check
+from densefeed.relabel.audit import AuditResult
 from densefeed.storage.images import Images
-from densefeed.storage.packs import PUBLISHED, lacks_reference
+from densefeed.storage.packs import PUBLISHED
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError
 from densefeed.system.object_store import connect
@@ -371,7 +371,7 @@ def test_outside_maps_imported_without_a_reference_warn_at_import_and_training(
     import_tree(scenes, tmp_path / "maps.h5")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: it was not checked how the maps of {tmp_path}/maps.h5 are")
-    assert "import again with --reference MODEL" in line
+    assert "import them again with densefeed import --reference MODEL" in line
     main(Packing(data=scenes / "scenes", maps=tmp_path / "maps.h5", out=tmp_path / "x.beton"))
     for source in (
         FolderSource(scenes / "scenes", "train", tmp_path / "maps.h5"),
@@ -382,23 +382,35 @@ def test_outside_maps_imported_without_a_reference_warn_at_import_and_training(
     for maps, warned in ((tmp_path / "maps.h5", True), (scenes / "maps.h5", False)):
         capsys.readouterr()
         training.train(config(scenes, maps, tmp_path / f"run-{warned}"))
-        said = f"warning: the score maps of {maps} were imported without a check of how they are"
+        said = f"warning: it was not checked how the maps of {maps} are oriented"
         err = capsys.readouterr().err
         assert (said in err) is warned
         assert ("densefeed import --reference MODEL" in err) is warned
 
 
-def test_outside_maps_that_a_reference_has_checked_do_not_warn(
-    scenes, tmp_path, monkeypatch, capsys
+@pytest.mark.parametrize(
+    ("verdict", "words", "warned"),
+    [
+        ("sound", "by", ""),
+        ("unchecked", "unconfirmed by", "the reference of their import did not show how the maps"),
+        ("fault", "contradicted by", "the reference of their import shows that the maps"),
+    ],
+)
+def test_outside_imported_maps_state_what_the_reference_has_shown(
+    scenes, tmp_path, monkeypatch, capsys, verdict, words, warned
 ):
-    """If the audit could not tell, the import still warns."""
+    """The mark said only that a reference was given, so training was silent whatever it showed."""
     monkeypatch.setattr(import_labels, "load_references", lambda *_: "a model")
-    for n, verdict in enumerate(("sound", "unchecked")):
-        checks = [Check("orientation", verdict, "some evidence")]
-        monkeypatch.setattr(
-            import_labels, "audit", lambda *_, c=checks, **__: AuditResult(None, c, {})
-        )
-        store = import_tree(scenes, tmp_path / f"{n}.h5", reference="runs/teacher.pt")
-        assert store.header.teacher.endswith("(pack tree, axes row-column by reference teacher.pt)")
-        assert not lacks_reference(store.header.teacher)
-        assert ("was not checked" in capsys.readouterr().err) is (verdict == "unchecked")
+    monkeypatch.setattr(import_labels, "look", lambda *_: None)
+    monkeypatch.setattr(import_labels, "check_orientation", lambda *_: (verdict, "evidence"))
+    monkeypatch.setattr(import_labels, "audit", lambda *_, **__: AuditResult(None, [], {}))
+    maps = tmp_path / "maps.h5"
+    store = import_tree(scenes, maps, reference="runs/teacher.pt")
+    assert store.header.teacher == (
+        f"dm_nfnet_f6 (pack tree, axes row-column {words} reference teacher.pt)"
+    )
+    err = capsys.readouterr().err
+    assert err.startswith(f"warning: {warned}") if warned else not err
+    training.train(config(scenes, maps, tmp_path / "run"))
+    err = capsys.readouterr().err
+    assert f"warning: {warned} of {maps}" in err if warned else "reference" not in err

@@ -2,10 +2,14 @@
 
 import shutil
 
+import numpy as np
 import pytest
 
 import densefeed.train as training
 from densefeed.system.options import with_options
+from densefeed.tools import pack_dataset
+
+from ..fixtures import photograph
 
 SAME = "warning: the images of --val {} are training images of --data"
 
@@ -54,3 +58,84 @@ def test_outside_validation_on_some_training_images_warns(warned, folder, tmp_pa
     said = warned(folder, tmp_path / "val", loader="folder")
     assert "% of the images of --val" in said
     assert "are training images" in said
+
+
+def pack(out, data, **fields):
+    pack_dataset.main(pack_dataset.Packing(data=data, out=out, **fields))
+    return out
+
+
+def subset(folder, root, split, numbers):
+    """Copy those images of a split to another folder."""
+    for path in (folder / split).glob("*/*"):
+        if int(path.stem) in numbers:
+            target = root / path.parent.name / path.name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, target)
+
+
+def test_outside_packed_validation_images_of_the_training_set_warn(
+    warned, packed, folder, tmp_path
+):
+    """The paths and the fingerprints differ: two files that were packed from the same images."""
+    train, _ = packed
+    subset(folder, tmp_path / "part", "train", range(4))
+    part = pack(tmp_path / "part.beton", tmp_path / "part")
+    assert SAME.format(part) in warned(train, part)
+    # Of four images two are new.
+    subset(folder, tmp_path / "mixed", "train", range(2))
+    for path in (folder / "val").glob("*/*"):
+        if int(path.stem) < 2:
+            shutil.copy(path, tmp_path / "mixed" / path.parent.name / f"new{path.name}")
+    mixed = pack(tmp_path / "mixed.beton", tmp_path / "mixed")
+    assert "warning: about 50 % of the images of --val" in warned(train, mixed)
+
+
+@pytest.mark.parametrize("how", [{}, {"index": False}, {"form": "planes"}])
+def test_outside_validation_on_a_packed_part_of_the_training_folder_warns(
+    warned, folder, tmp_path, how
+):
+    subset(folder, tmp_path / "part", "train", range(8))
+    part = pack(tmp_path / "part.beton", tmp_path / "part", **how)
+    assert SAME.format(part) in warned(folder / "train", part, loader="auto")
+    new = pack(tmp_path / "new.beton", folder, split="val", **how)
+    assert "training images" not in warned(folder / "train", new, loader="auto")
+
+
+def test_outside_validation_on_a_folder_of_packed_training_images_warns(
+    warned, packed, folder, tmp_path
+):
+    subset(folder, tmp_path / "val", "train", range(2, 6))
+    said = warned(packed[0], tmp_path / "val", loader="auto")
+    assert SAME.format(tmp_path / "val") in said
+    assert "training images" not in warned(packed[0], folder / "val", loader="auto")
+
+
+def test_outside_validation_on_small_pngs_of_the_training_set_warns(warned, tmp_path):
+    """All images are stored as raw pixels of one size, so their bytes alone tell them apart."""
+    rng = np.random.default_rng(3)
+    for number in range(24):
+        path = tmp_path / "all" / ("cat", "dog")[number % 2] / f"{number:03d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        photograph(rng, 32, 32).save(path)
+    for number in range(24):
+        source = next((tmp_path / "all").glob(f"*/{number:03d}.png"))
+        target = tmp_path / ("train", "val")[number >= 16] / source.parent.name / source.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, target)
+    whole, train, val = (
+        pack(tmp_path / f"{name}.beton", tmp_path / name) for name in ("all", "train", "val")
+    )
+    assert SAME.format(val) in warned(whole, val)
+    assert SAME.format(val) in warned(tmp_path / "all", val, loader="auto")
+    assert "training images" not in warned(train, val)
+    assert "training images" not in warned(tmp_path / "train", val, loader="auto")
+
+
+def test_outside_damaged_images_do_not_stop_the_comparison(warned, folder, tmp_path):
+    shutil.copytree(folder / "train", tmp_path / "train")
+    val = pack(tmp_path / "val.beton", tmp_path / "train")
+    broken = sorted((tmp_path / "train").glob("*/*"))[5]
+    broken.write_bytes(broken.read_bytes()[:40])
+    said = warned(tmp_path / "train", val, loader="auto", on_bad_sample="skip")
+    assert "% of the images of --val" in said

@@ -126,6 +126,16 @@ def test_outside_start_line_and_dry_run_have_the_size_of_each_part(photos, micro
     assert "19 training and 6 validation images" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_outside_training_lists_a_divided_folder_once(photos, micro, tmp_path, capsys, dry_run):
+    """The lines about files that are left out were printed for each part."""
+    mine = shutil.copytree(photos, tmp_path / "mine")
+    (mine / "ant" / "notes.txt").touch()
+    capsys.readouterr()
+    trained(micro, mine, tmp_path / "run", epochs=1, dry_run=dry_run, **CE)
+    assert capsys.readouterr().out.count("with another ending was left out: .txt 1") == 1
+
+
 def test_outside_validate_and_explain_take_the_runs_validation_images(
     photos, flow, tmp_path, capsys
 ):
@@ -159,6 +169,36 @@ def test_outside_validate_and_explain_take_the_runs_validation_images(
     )
     assert "puts 19 of 25 images into the split train" in capsys.readouterr().out
     assert page.exists()
+
+
+def test_outside_validate_takes_the_validation_images_of_packed_parts(
+    photos, flow, tmp_path, capsys
+):
+    """The run knows its .beton, whose notes say how it was divided."""
+    moved = shutil.copytree(photos, tmp_path / "moved")
+    for data in (photos, moved):
+        options = validate.Validation(checkpoint=flow / "student", data=data, device="cpu")
+        assert validate.main(options)["images"] == sum(VALIDATION.values())
+        assert "evaluating the 6 images that it held out, 0.25 of each class" in (
+            capsys.readouterr().out
+        )
+
+
+def test_outside_validate_warns_of_training_images(photos, flow, tmp_path, capsys):
+    def said(data):
+        options = validate.Validation(checkpoint=flow / "student", data=data, device="cpu")
+        validate.main(options)
+        return capsys.readouterr().err
+
+    assert "training images" not in said(flow / "val.beton")
+    assert f"warning: the images of {flow / 'train.beton'} are training images" in said(
+        flow / "train.beton"
+    )
+    # All but one of the images that the run divided: 19 of 24 are training images.
+    moved = shutil.copytree(photos, tmp_path / "moved")
+    division = SplitOptions(**HELD)
+    (moved / Images(photos, split="val", division=division).paths[0]).unlink()
+    assert f"warning: about 79 % of the images of {moved} are training images" in said(moved)
 
 
 def test_outside_the_audit_compares_the_maps_with_their_part(photos, flow, tmp_path):

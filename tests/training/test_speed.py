@@ -133,6 +133,12 @@ def test_a_run_on_a_cpu_has_no_mfu(micro, tmp_path):
     assert row[1] == "–"
 
 
+def test_outside_a_busy_machine_is_told_when_training_starts(micro, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("os.getloadavg", lambda: (1e4, 0.0, 0.0))
+    training.train(micro(tmp_path / "run", dry_run=True))
+    assert capsys.readouterr().err.count("load average 10000.0 on ") == 1
+
+
 def test_dry_run_writes_nothing_and_is_short(micro, tmp_path, capsys):
     began = time.process_time()  # wall-clock time depends on other processes
     assert training.train(micro(tmp_path / "run", dry_run=True)) == {}

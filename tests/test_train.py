@@ -965,6 +965,13 @@ def test_frozen_statistics_stay_while_weights_train(packed, tmp_path):
         training.train(config(packed, tmp_path / "fourth", **DHVT, frozen_statistics=True))
 
 
+def test_an_operation_that_is_not_registered_is_refused_before_the_data_is_read(tmp_path):
+    paths = tmp_path / "none.beton", tmp_path / "none.beton"
+    with pytest.raises(UserError, match="--operations gamma: no such operation is registered"):
+        training.train(config(paths, tmp_path / "run", operations=("gamma",)))
+    assert not (tmp_path / "run").exists()
+
+
 def test_outside_a_size_that_the_patch_does_not_divide_comes_with_the_nearest(packed, tmp_path):
     with pytest.raises(
         UserError,

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -348,6 +349,34 @@ def test_outside_a_run_without_validation_set_shows_no_predictions(student, caps
     text = (student / "report.html").read_text()
     assert "What the model predicts" not in text
     assert "What the student saw" in text
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "said"),
+    [
+        ("augment", {"operations": ["gamma"]}, "--operations gamma: no such operation is registered"),
+        ("model", {"name": "my_model"}, "timm knows no model 'my_model'"),
+        ("objective", {"name": "mine"}, "--objective mine is unknown"),
+    ],
+)
+def test_outside_a_run_of_code_that_is_not_imported_is_shown_beside_the_others(
+    student, tmp_path, capsys, section, values, said
+):
+    """Its row, its options and its curves; a line says what is missing and how to get it."""
+    own = shutil.copytree(student, tmp_path / "own")
+    config = json.loads((own / "config.json").read_text())
+    config[section] |= values
+    (own / "config.json").write_text(json.dumps(config))
+    main(Report(runs=(student, own), out=tmp_path / "report.html"))
+    told = capsys.readouterr().err
+    assert f"the report shows no crops: {said}" in told
+    assert "start the file that registers" in told
+    text = (tmp_path / "report.html").read_text()
+    assert [text.count(f"<td>{name}</td>") for name in ("student", "own")] == [1, 1]
+    (value,) = values.values()
+    shown = value[0] if isinstance(value, list) else value
+    assert shown in re.search(r'<td class="differs">(.*?)</td>', text.partition(">own<")[2])[1]
+    assert text.count("<polyline") == 4
 
 
 def test_a_size_that_no_memory_holds_leaves_out_the_crops(tmp_path, micro, capsys):

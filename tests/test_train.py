@@ -975,13 +975,13 @@ def test_an_operation_that_is_not_registered_is_refused_before_the_data_is_read(
 def test_outside_a_size_that_the_patch_does_not_divide_comes_with_the_nearest(packed, tmp_path):
     with pytest.raises(
         UserError,
-        match="^lvvit_micro cannot be built: .* of patch_size 8, such as 96 or 104; give another "
+        match=r"^lvvit_micro cannot be built: .* of patch_size 8, such as 96 or 104; give another "
         "--size$",
     ):
         training.train(config(packed, tmp_path / "run", size=100))
     with pytest.raises(
         UserError,
-        match="cannot train at 100 px .* of patch_size 8, such as 96 or 104.; choose other --sizes",
+        match=r"cannot train at 100 px .* patch_size 8, such as 96 or 104\); choose other --sizes",
     ):
         training.train(config(packed, tmp_path / "run", size=64, sizes=((0, 100), (1, 64))))
     assert not list((tmp_path / "run").glob("*.json*"))
@@ -991,7 +991,7 @@ def test_partial_tokens_have_no_labels(packed, tmp_path):
     """DHVT accepts any image size; token labels and MixToken need whole tokens."""
     with pytest.raises(
         UserError,
-        match="partial patches at 34 px, which have no labels; choose a multiple of 4 px, such as "
+        match=r"partial patches at 34 px, which have no labels; choose a multiple of 4 px, such as "
         "32 or 36$",
     ):
         training.train(config(packed, tmp_path / "run", **DHVT, size=34))

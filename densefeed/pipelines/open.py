@@ -288,8 +288,8 @@ def choose_loader(name: str, path: Location) -> str:
         return "ffcv" if isinstance(path, ObjectURL) or is_beton(path) else "folder"
     if name not in LOADERS:
         raise UserError(
-            f"--loader {name} is unknown; choose one of {', '.join((AUTO, *LOADERS))}, or start the "
-            "file that registers your own, as docs/extending.md shows"
+            f"--loader {name} is unknown; choose one of {', '.join((AUTO, *LOADERS))}, or start "
+            "the file that registers your own, as docs/extending.md shows"
         )
     return name
 

@@ -67,12 +67,7 @@ from densefeed.storage.maintenance import summary
 from densefeed.storage.row_codecs import Absent, Form
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.storage.shard_plan import SHARD_IMAGES
-from densefeed.system.devices import (
-    DeviceOptions,
-    ThreadOptions,
-    choose_rank_device,
-    warn_busy,
-)
+from densefeed.system.devices import DeviceOptions, ThreadOptions, choose_rank_device, warn_busy
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.object_url import ObjectURL
 from densefeed.system.options import Bounds, Count, Location, NonNegativeInt, own_first

@@ -160,7 +160,10 @@ def test_outside_names_for_packed_data_and_own_loaders_are_refused(packed, monke
     monkeypatch.setitem(densefeed.pipelines.open.LOADERS, "own", (None, None))
     for fields, words in (
         (dict(), "no --dataset, .*; leave it out, or let the function that own is registered with"),
-        (dict(dataset="", val_fraction=0.2), "no --val-fraction, .*, and give another set to --val,"),
+        (
+            dict(dataset="", val_fraction=0.2),
+            "no --val-fraction, .*, and give another set to --val,",
+        ),
     ):
         with pytest.raises(UserError, match=f"^--loader own takes {words}"):
             open_dataset(with_options(data, loader="own", **fields), "train", batch=2, seed=0)

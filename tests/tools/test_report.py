@@ -371,7 +371,11 @@ def test_outside_options_that_differ_lie_below_a_run_and_widen_no_table(run_fold
 @pytest.mark.parametrize(
     ("section", "values", "said"),
     [
-        ("augment", {"operations": ["gamma"]}, "--operations gamma: no such operation is registered"),
+        (
+            "augment",
+            {"operations": ["gamma"]},
+            "--operations gamma: no such operation is registered",
+        ),
         ("model", {"name": "my_model"}, "timm knows no model 'my_model'"),
         ("objective", {"name": "mine"}, "--objective mine is unknown"),
     ],

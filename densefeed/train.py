@@ -19,7 +19,7 @@ import torch
 from densefeed.recipes.command_line import read_config
 from densefeed.step import Step
 from densefeed.system import errors
-from densefeed.system.devices import peak_memory, synchronize
+from densefeed.system.devices import peak_memory, synchronize, warn_busy
 from densefeed.system.malloc import tune_malloc
 from densefeed.system.provenance import write_json
 from densefeed.training.build import flops_shares
@@ -54,6 +54,8 @@ def train(config: Config) -> dict:
     # A dry run has nothing to save: signals end it at once.
     handler = nullcontext(str) if config.run.dry_run else signal_handler()
     with init_distributed(config.run.device) as ranks, handler as signal_name:
+        if ranks.is_first:
+            warn_busy()
         if ranks.device.type == "cpu":
             tune_malloc()
         with lock_run_folder(config.run, ranks), explain_oom(0, str(config.run.out)):

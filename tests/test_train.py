@@ -965,10 +965,34 @@ def test_frozen_statistics_stay_while_weights_train(packed, tmp_path):
         training.train(config(packed, tmp_path / "fourth", **DHVT, frozen_statistics=True))
 
 
+def test_an_operation_that_is_not_registered_is_refused_before_the_data_is_read(tmp_path):
+    paths = tmp_path / "none.beton", tmp_path / "none.beton"
+    with pytest.raises(UserError, match="--operations gamma: no such operation is registered"):
+        training.train(config(paths, tmp_path / "run", operations=("gamma",)))
+    assert not (tmp_path / "run").exists()
+
+
+def test_outside_a_size_that_the_patch_does_not_divide_comes_with_the_nearest(packed, tmp_path):
+    with pytest.raises(
+        UserError,
+        match=r"^lvvit_micro cannot be built: .* of patch_size 8, such as 96 or 104; give another "
+        "--size$",
+    ):
+        training.train(config(packed, tmp_path / "run", size=100))
+    with pytest.raises(
+        UserError,
+        match=r"cannot train at 100 px .* patch_size 8, such as 96 or 104\); choose other --sizes",
+    ):
+        training.train(config(packed, tmp_path / "run", size=64, sizes=((0, 100), (1, 64))))
+    assert not list((tmp_path / "run").glob("*.json*"))
+
+
 def test_partial_tokens_have_no_labels(packed, tmp_path):
     """DHVT accepts any image size; token labels and MixToken need whole tokens."""
     with pytest.raises(
-        UserError, match="partial patches at 34 px, which have no labels; choose a multiple of 4 px"
+        UserError,
+        match=r"partial patches at 34 px, which have no labels; choose a multiple of 4 px, such as "
+        "32 or 36$",
     ):
         training.train(config(packed, tmp_path / "run", **DHVT, size=34))
     assert (

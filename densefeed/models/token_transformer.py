@@ -68,6 +68,12 @@ def check_choice(name: str, value: Any, choices: Collection) -> None:
         raise ValueError(f"{name} {value!r} must be one of {', '.join(map(str, choices))}")
 
 
+def name_multiples(extent: int, multiple: int) -> str:
+    """Name the nearest positive multiples of `multiple` below and above `extent`, for messages."""
+    low = extent // multiple * multiple
+    return f"{low} or {low + multiple}" if low > 0 else f"{multiple}"
+
+
 def drop_path_rates(rate: float, depth: int) -> list[float]:
     """Return stochastic depth rates that rise linearly from 0 to `rate` over the blocks."""
     return [rate * block / max(depth - 1, 1) for block in range(depth)]
@@ -145,7 +151,7 @@ class TokenTransformer(PrunableLayers, nn.Module):
         if rows != columns or rows % patch_size:
             raise ValueError(
                 f"img_size {rows} x {columns} must be square, and a multiple of patch_size "
-                f"{patch_size}"
+                f"{patch_size}, such as {name_multiples(rows, patch_size)}"
             )
         if embed_dim % num_heads:
             raise ValueError(f"embed_dim {embed_dim} must be a multiple of num_heads {num_heads}")
@@ -212,7 +218,8 @@ class TokenTransformer(PrunableLayers, nn.Module):
         H, W = image_NCHW.shape[2:]
         if H % self.patch_size or W % self.patch_size:
             raise ValueError(
-                f"inputs of {H} x {W} pixels must be multiples of patch_size {self.patch_size}"
+                f"inputs of {H} x {W} pixels must be multiples of patch_size {self.patch_size}, "
+                f"such as {name_multiples(H if H % self.patch_size else W, self.patch_size)}"
             )
         return H // self.patch_size, W // self.patch_size
 

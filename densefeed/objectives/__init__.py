@@ -72,7 +72,8 @@ def build_objective(setting: Setting) -> Objective:
     options = setting.options
     if options.name not in OBJECTIVES:
         raise UserError(
-            f"--objective {options.name} is unknown; choose one of {', '.join(OBJECTIVES)}"
+            f"--objective {options.name} is unknown; choose one of {', '.join(OBJECTIVES)}, or "
+            "start the file that registers your own, as docs/extending.md shows"
         )
     objective = OBJECTIVES[options.name](setting)
     wraps = [kind for kind in METHODS.values() if kind.is_on(kind.read_options(options))]

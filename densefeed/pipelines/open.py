@@ -288,7 +288,10 @@ def choose_loader(name: str, path: Location) -> str:
     if name == AUTO:
         return "ffcv" if isinstance(path, ObjectURL) or is_beton(path) else "folder"
     if name not in LOADERS:
-        raise UserError(f"--loader {name} is unknown; choose one of {', '.join((AUTO, *LOADERS))}")
+        raise UserError(
+            f"--loader {name} is unknown; choose one of {', '.join((AUTO, *LOADERS))}, or start "
+            "the file that registers your own, as docs/extending.md shows"
+        )
     return name
 
 
@@ -331,9 +334,13 @@ def open_dataset(
     else:
         which = {"dataset": dataset, "division": data} if dataset or data.val_fraction else {}
         if which and loader not in BUILTIN:
+            option, instead = "--val-fraction", ", and give another set to --val"
+            if dataset:
+                option, instead = "--dataset", ""
             raise UserError(
-                "--dataset and --val-fraction are for folders that --loader folder or dali reads; "
-                f"leave them out with --loader {loader}"
+                f"--loader {loader} takes no {option}, which is for folders that --loader folder "
+                f"or dali reads; leave it out{instead}, or let the function that {loader} is "
+                "registered with choose the samples"
             )
         if data.val_fraction and isinstance(beside, FolderSource):
             which["whole"] = beside.images.whole

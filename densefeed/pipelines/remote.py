@@ -21,6 +21,7 @@ from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.loader import AHEAD, Encoded
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.storage.beton import Beton
+from densefeed.storage.image_shards import check_complete, list_names
 from densefeed.storage.object_cache import CachedFiles, NextUse, SampleCache
 from densefeed.storage.score_maps import ScoreMaps
 from densefeed.system.errors import UserError
@@ -75,7 +76,12 @@ class RemoteSource(FfcvSource):
         super().__init__(url, maps)
 
     def _open(self, path: ObjectURL) -> Beton:
-        self._copy = CachedFiles(find_remote_files(path), self._folder, read_range)
+        files = find_remote_files(path)
+        # A pattern.
+        if files[0].url != path:
+            names = [file.url.name for file in files]
+            check_complete(path.parent, names, list_names(path.parent)[0])
+        self._copy = CachedFiles(files, self._folder, read_range)
         beton = Beton(self._copy.paths, [file.url for file in self._copy.files])
         self._cache = SampleCache(self._copy, beton.extents(), read_ranges)
         return beton

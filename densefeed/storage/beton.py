@@ -31,6 +31,7 @@ import numpy as np
 from densefeed import native
 from densefeed.native import MAX_PIXELS
 from densefeed.storage.dataset_names import MOST_CLASSES
+from densefeed.storage.image_shards import check_complete, list_names
 from densefeed.storage.images import Images, MaxPixels, limit_pixels, verify_images
 from densefeed.storage.score_maps import ScoreMaps, find_faults
 from densefeed.system.devices import CORES
@@ -195,11 +196,17 @@ class Front(NamedTuple):
 
 
 def open_matching(path: Path) -> "Beton":
-    """Open a file, or all that match a pattern such as `train-*.beton`, in their names' order."""
+    """Open a file, or all that match a pattern such as `train-*.beton`, in their names' order.
+
+    UserError if files are missing of a number that their names state.
+    """
     check_local(path)
-    paths = sorted(path.parent.glob(path.name)) if is_pattern(path) else [path]
+    if not is_pattern(path):
+        return Beton(path)
+    paths = sorted(path.parent.glob(path.name))
     if not paths:
         raise UserError(f"{path} matches no file; check it, or pack files with densefeed pack")
+    check_complete(path.parent, [each.name for each in paths], list_names(path.parent)[0])
     return Beton(paths)
 
 

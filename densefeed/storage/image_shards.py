@@ -81,7 +81,7 @@ SHARDS = {
 CLASS_FILES = "classes.txt", "classnames.txt"
 # Tars in object storage that are indexed at once.
 INDEXED = 8
-# An image shard's name up to its number, the number, and how many there are.
+# The name of one of several files up to its number, the number, and how many there are.
 NUMBERED = re.compile(r"(.*?)([0-9]{1,9})([-_]of[-_])([0-9]{1,9})(?![0-9])")
 # Columns of images where the metadata of Hugging Face are missing.
 IMAGE_COLUMNS = "image", "img"
@@ -245,15 +245,20 @@ def check_other_shards(place: Path | ObjectURL, names: list[str], split: str) ->
         check_beside(place, set(words.values()), own, others, remedy)
 
 
-def check_complete(place: Path | ObjectURL, names: list[str]) -> None:
-    """Raise UserError if shards are missing of a number that names state, as 00000-of-00003."""
+def check_complete(
+    place: Path | ObjectURL, names: Sequence[str], there: Sequence[str] | None = None
+) -> None:
+    """Raise UserError if files are missing of a number that names state, as 00000-of-00003.
+
+    `there` are the names of all files in `place`, by default `names`: a pattern may choose some of
+    the files that are there.
+    """
+    chosen = {found[0] for name in names if (found := split_number(name))}
     groups: dict[tuple[str, ...], dict[int, str]] = {}
-    for name in names:
-        if found := NUMBERED.match(name):
-            begin, number, of, count = found.groups()
-            # What follows may be a checksum.
-            group = groups.setdefault((begin, of, count, find_ending(name)), {})
-            group[int(number)] = number
+    for name in names if there is None else there:
+        if (found := split_number(name)) and found[0] in chosen:
+            group, number = found
+            groups.setdefault(group, {})[int(number)] = number
     for (begin, of, count, ending), numbers in groups.items():
         width = max(map(len, numbers.values()))
         # Some count from 1.
@@ -264,9 +269,21 @@ def check_complete(place: Path | ObjectURL, names: list[str]) -> None:
             missing = islice((n for n in shards if n not in numbers), NAMED + 1)
             named = list_some([f"{begin}{n:0{width}d}{of}{count}{ending}" for n in missing])
             raise UserError(
-                f"{place} lacks {lack:,} of {int(count):,} image shards: {named}; copy them there, "
-                f"or rename the others without {of}{count} to read them alone"
+                f"{place} lacks {lack:,} of {int(count):,} {ending} files: {named}; copy them "
+                f"there, or rename the others without {of}{count} to read them alone"
             )
+
+
+def split_number(name: str) -> tuple[tuple[str, ...], str] | None:
+    """Split a name as x-00000-of-00003.tar into the group of its files and its number in it.
+
+    None for a name without such a number.
+    """
+    if found := NUMBERED.match(name):
+        begin, number, of, count = found.groups()
+        # What follows may be a checksum.
+        return (begin, of, count, find_ending(name)), number
+    return None
 
 
 def name_classes(folders: Sequence[Path | ObjectURL], labels: np.ndarray) -> list[str]:

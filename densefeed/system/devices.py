@@ -11,6 +11,7 @@ from torch.compiler import config as compiler
 
 from densefeed.system.errors import UserError, first_line
 from densefeed.system.options import Count, Options
+from densefeed.system.terminal import print
 
 
 def count_cores() -> int:
@@ -25,6 +26,8 @@ CORES = count_cores()
 # Decoding threads of a rank. torchrun sets LOCAL_WORLD_SIZE: the ranks of a machine share
 # its cores.
 THREADS = max(1, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+# Load average, as a share of the machine's cores, above which work is slow enough for a warning.
+BUSY = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,34 @@ class DeviceOptions(Options):
     """The option of every command that runs a network."""
 
     device: str = "auto"  # auto: cuda if there is one, else cpu
+
+
+def describe_load(share: float) -> str:
+    """Describe the load of this machine if it is above this share of its cores, else return "".
+
+    The threads of a training step then wait for each other: on a busy machine two threads were seen
+    to reach a seventh of one thread's rate.
+    """
+    # The load average counts the whole machine, also cores that taskset or a batch system denies
+    # this process and gives to others.
+    cores = os.cpu_count() or 1
+    try:
+        load = os.getloadavg()[0]
+    # Some containers have none.
+    except OSError:
+        return ""
+    return f"load average {load:.1f} on {cores} cores" if load > share * cores else ""
+
+
+def warn_busy() -> None:
+    """Print a warning if other processes use this machine so much that work is slow."""
+    if load := describe_load(BUSY):
+        print(
+            f"warning: other processes keep this machine busy ({load}), and until they end this "
+            "may take several times as long",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 # A constant, because torch.compile of PyTorch 2.11 warns of a call of a cached function.

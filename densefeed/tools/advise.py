@@ -16,7 +16,6 @@ measurements take seconds and are not a benchmark: nothing is appended to benchm
 if not __package__:
     import script_start  # noqa: F401
 
-import os
 import shlex
 import sys
 import time
@@ -40,7 +39,7 @@ from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.open import LOADERS, DataOptions, open_dataset
 from densefeed.recipes.command_line import read_config
 from densefeed.step import Step
-from densefeed.system.devices import CORES, choose_device, synchronize
+from densefeed.system.devices import CORES, choose_device, describe_load, synchronize
 from densefeed.system.errors import UserError, is_out_of_memory, run
 from densefeed.system.malloc import tune_malloc
 from densefeed.system.options import flag, named_options, with_options
@@ -68,7 +67,7 @@ CPU_BATCH = 8
 LOADER_BATCH = 64
 # Low enough for the same images in every step without warm-up.
 LEARNING_RATE = 1e-4
-# Load average over the last minute, as a share of the cores, that is worth a warning.
+# Load average, as a share of the machine's cores, that makes the measurements unreliable.
 BUSY = 0.5
 # Rates above this share of the best one count as equal: a measurement of one second cannot tell
 # them apart.
@@ -242,21 +241,6 @@ def count_images(loader: ThreadedLoader, epoch: int) -> Iterator[int]:
         epoch += 1
 
 
-def describe_load(cores: int) -> str:
-    """Return a warning if other processes use this machine, else an empty string.
-
-    The threads of a step then wait for each other: on a busy machine two threads were seen to reach
-    a seventh of one thread's rate.
-    """
-    load = os.getloadavg()[0]
-    if load <= BUSY * cores:
-        return ""
-    return (
-        f"Other processes used {load:.1f} of {cores} cores before the measurement started; "
-        "repeat it on an idle machine."
-    )
-
-
 def build_step(config: Config, device: torch.device) -> Callable[[], int]:
     """Build the step of train.py's loop; it returns its images, and does not wait for the device.
 
@@ -344,7 +328,7 @@ def main() -> dict:
     """Measure, choose and print; return what was measured."""
     config = read_config(__doc__, out=Path("RUN"))
     # The load is read before anything is measured, which would itself be load.
-    warning, given = describe_load(CORES), named_options(sys.argv[2:])
+    load, given = describe_load(BUSY), named_options(sys.argv[2:])
     loaders = open_loaders(config.data, config.optim.batch, given)
     with ExitStack() as stack:
         first, *_ = [stack.enter_context(closing(loader)) for loader in loaders.values()]
@@ -364,8 +348,11 @@ def main() -> dict:
         "advice": recommend(advice, step, sys.argv[1:], packed, planes),
     }
     show(document, advice)
-    if warning:
-        print(warning)
+    if load:
+        print(
+            f"Other processes used this machine before the measurement started ({load}); repeat it "
+            "on an idle machine."
+        )
     return document
 
 

@@ -67,7 +67,7 @@ from densefeed.storage.images import (
 )
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.storage.selection import find_rows
-from densefeed.system.devices import ThreadOptions
+from densefeed.system.devices import ThreadOptions, warn_busy
 from densefeed.system.errors import UserError, explain_os_error, make_command
 from densefeed.system.options import Bounds, Location, NonNegativeInt, own_first
 from densefeed.system.prefetch import ordered_map
@@ -129,6 +129,7 @@ def main(packing: Packing) -> None:
     """
     if packing.form == "planes" and not packing.index:
         raise UserError("--form planes needs no index; leave out --no-index")
+    warn_busy()
     limit_pixels(packing.max_pixels)
     images = open_images(packing.data, packing.dataset, packing.split, packing)
     images.describe_split()

@@ -67,7 +67,7 @@ from densefeed.storage.maintenance import summary
 from densefeed.storage.row_codecs import Absent, Form
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.storage.shard_plan import SHARD_IMAGES
-from densefeed.system.devices import DeviceOptions, ThreadOptions, choose_rank_device
+from densefeed.system.devices import DeviceOptions, ThreadOptions, choose_rank_device, warn_busy
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.object_url import ObjectURL
 from densefeed.system.options import Bounds, Count, Location, NonNegativeInt, own_first
@@ -146,6 +146,8 @@ def main(labeling: Labeling) -> None:
     """Label the images, then print the accuracy of the stored maps."""
     check_engine(labeling)
     out, is_first = labeling.out, os.environ.get("RANK", "0") == "0"
+    if is_first:
+        warn_busy()
     if labeling.dry_run:
         for line in estimate_pass(begin(labeling, is_first)).lines():
             print(line)

@@ -17,7 +17,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -378,18 +378,19 @@ def replay(runs: list[RunRecord], boxes: Path | None) -> dict:
     # Only maps that batches carry can be drawn, and only square crops: of a run with aspect buckets
     # or several scales those of --size.
     config = with_options(run.config, maps_on_device=False, aspects=(), multi_scale=())
-    try:
-        objective = build_objective(config.setting)
-        loader = open_loader(config.data, config.optim, config.run.seed, objective, "train")
-    # The table and the curves are of use without the training set, which may be on another machine.
-    except (UserError, OSError) as error:
-        print(f"the report shows no crops: {error}", file=sys.stderr)
-        return page
-    with closing(loader), explain_oom(0, run.name):
-        if too_large := describe_excess(loader.plan):
-            print(f"the report shows no crops: {run.name} has {too_large}", file=sys.stderr)
+    with ExitStack() as stack, explain_oom(0, run.name):
+        try:
+            objective = build_objective(config.setting)
+            loader = open_loader(config.data, config.optim, config.run.seed, objective, "train")
+            stack.enter_context(closing(loader))
+            if too_large := describe_excess(loader.plan):
+                raise UserError(f"{run.name} has {too_large}")
+            grid, augmentation = build_augmentation(run, loader)
+        # The table and the curves are of use without the training set, which may be on another
+        # machine, and without a user's own code, which is not imported here.
+        except (UserError, OSError) as error:
+            print(f"the report shows no crops: {error}", file=sys.stderr)
             return page
-        grid, augmentation = build_augmentation(run, loader)
         truths = read_truths(boxes, run, loader) if boxes else []
         sheet = make_contact_sheet(run, loader, truths, grid, augmentation)
         purity = measure_purity(loader, truths, grid) if truths else None

@@ -5,7 +5,7 @@ from torch import nn
 
 from densefeed.models import checkpoints
 from densefeed.models.model_spec import CANNOT_BUILD, find_forbidden, is_registered
-from densefeed.models.token_transformer import TokenTransformer, has_tokens
+from densefeed.models.token_transformer import TokenTransformer, has_tokens, name_multiples
 from densefeed.objectives.base import Objective, get_networks
 from densefeed.pipelines.open import DataOptions
 from densefeed.pipelines.shapes import Shape, describe_shape
@@ -110,6 +110,8 @@ def build_model(
                     remedy += ", or give it bare to remove those of the recipe"
                 if "drop_path_rate" in str(error):
                     remedy = "; give --drop-path 0"
+                elif "img_size" in str(error):
+                    remedy = "; give another --size"
                 raise UserError(f"{name} cannot be built: {first_line(error)}{remedy}") from error
     check_tokens(name, model, objective)
     check_model_sizes(name, data, objective, model)
@@ -145,8 +147,9 @@ def check_model_sizes(name: str, data: DataOptions, objective: Objective, model:
             ) from error
     if ours and (objective.needs_tokens or objective.setting.mix.mixtoken):
         for shape in data.shapes:
-            if any(extent % model.patch_size for extent in shape):
-                option = " as --side-multiple" if data.aspects else ""
+            if partial := [extent for extent in shape if extent % model.patch_size]:
+                option = f", such as {name_multiples(partial[0], model.patch_size)}"
+                option = " as --side-multiple" if data.aspects else option
                 raise UserError(
                     f"{name} would see partial patches at {describe_shape(shape)}, which have no "
                     f"labels; choose a multiple of {model.patch_size} px{option}"

@@ -1,8 +1,11 @@
 """`--dry-run`: loss and gradient of the first images, and the memory of a whole step."""
 
 import math
-from contextlib import closing
+import os
+import sys
+from contextlib import closing, suppress
 
+from densefeed.pipelines.loader import Source
 from densefeed.pipelines.resident import map_bytes
 from densefeed.pipelines.shapes import bucket_shape
 from densefeed.step import Step
@@ -14,10 +17,25 @@ from densefeed.training.compile import compile_step
 from densefeed.training.setup import Run, open_loader
 from densefeed.training.speed import ActivationBytes
 
+# Files of a data set whose sizes are looked at. On a network disk they take seconds.
+SIZED_FILES = 2**14
+
 
 def dry_run(run: Run) -> None:
-    """Print the loss of the first images and the memory of a step. UserError if less is free."""
+    """Print the loss of the first images and the memory of a step.
+
+    UserError for empty files of images, and if less memory is free.
+    """
     config, ranks, optim = run.config, run.ranks, run.config.optim
+    for source in (run.loader.source, run.val.source):
+        if fault := describe_empty(source):
+            if config.data.on_bad_sample == "raise":
+                raise UserError(
+                    f"{fault}; replace or remove them, or give --on-bad-sample skip; `densefeed "
+                    "beton verify FOLDER` lists all files that are damaged"
+                )
+            if ranks.is_first:
+                print(f"warning: {fault}; they are skipped", file=sys.stderr, flush=True)
     # The plan takes multiples of the repeats, and mixing needs a partner.
     images = 2 * config.data.repeats
     loss, per_image = first_loss(run, images)
@@ -45,6 +63,21 @@ def dry_run(run: Run) -> None:
         raise UserError(
             f"{takes} on {ranks.device}, of which {free / 1e9:.2f} GB are free; give {remedy}"
         )
+
+
+def describe_empty(source: Source) -> str:
+    """Name the first empty file of images, and count them among up to 16,384 files."""
+    sizes = {}
+    for path in source.files(SIZED_FILES):
+        # Images in files of several have no file of their own, and one that is missing is an error
+        # when its turn comes.
+        with suppress(OSError):
+            sizes[path] = os.path.getsize(path)
+    empty = [path for path, size in sizes.items() if not size]
+    if not empty:
+        return ""
+    counts = f"{len(empty):,} of {len(sizes):,} image files"
+    return f"{counts} are empty (0 bytes), the first is {empty[0]}"
 
 
 def first_loss(run: Run, images: int) -> tuple[float, float]:

@@ -103,8 +103,9 @@ def setup_run(config: Config, ranks: Ranks) -> Run:
     out, data = config.run.out, config.data
     if config.run.wandb and ranks.is_first:
         import_wandb()
-    # A missing --val is found before the training set is opened, which may take minutes.
+    # Found before the training set is opened, which may take minutes.
     data.locate("evaluate")
+    config.augment.check_operations()
     kept = Checkpoints(out, config.run.keep)
     checkpoint = find_checkpoint(config.run, kept, ranks)
     if checkpoint:

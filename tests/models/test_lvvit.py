@@ -168,11 +168,14 @@ def test_weight_decay_excludes_tables_norms_and_biases():
         assert (id(parameter) in excluded) == expected, name
 
 
-def test_sizes_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="multiple of patch_size"):
+def test_outside_sizes_that_do_not_fit_are_refused_with_the_nearest():
+    with pytest.raises(ValueError, match=r"a multiple of patch_size 16, such as 96 or 112$"):
         LVViT(img_size=100, patch_size=16)
+    with pytest.raises(ValueError, match=r"a multiple of patch_size 16, such as 16$"):
+        LVViT(img_size=9, patch_size=16)
     with pytest.raises(
-        ValueError, match="inputs of 60 x 64 pixels must be multiples of patch_size 8"
+        ValueError,
+        match=r"inputs of 60 x 64 pixels must be multiples of patch_size 8, such as 56 or 64$",
     ):
         tiny()(torch.zeros(1, 3, 60, 64))
 

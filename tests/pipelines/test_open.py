@@ -158,8 +158,15 @@ def test_outside_names_for_packed_data_and_own_loaders_are_refused(packed, monke
     with pytest.raises(UserError, match=r"is packed, and --dataset list/x\.txt names what a fol"):
         open_dataset(data, "train", batch=2, seed=0)
     monkeypatch.setitem(densefeed.pipelines.open.LOADERS, "own", (None, None))
-    with pytest.raises(UserError, match="leave them out with --loader own"):
-        open_dataset(with_options(data, loader="own"), "train", batch=2, seed=0)
+    for fields, words in (
+        (dict(), "no --dataset, .*; leave it out, or let the function that own is registered with"),
+        (
+            dict(dataset="", val_fraction=0.2),
+            "no --val-fraction, .*, and give another set to --val,",
+        ),
+    ):
+        with pytest.raises(UserError, match=f"^--loader own takes {words}"):
+            open_dataset(with_options(data, loader="own", **fields), "train", batch=2, seed=0)
 
 
 def test_outside_a_run_folder_initializes_a_run(micro, tmp_path, capsys):

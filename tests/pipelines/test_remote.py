@@ -91,6 +91,19 @@ def test_open_loader_reads_a_url_as_the_local_file(url, local, tmp_path):
         densefeed.open_loader(url, loader="folder", **options)
 
 
+def test_outside_missing_objects_of_a_number_are_named(bucket, local, tmp_path):
+    for number in (1, 2):
+        upload(bucket / f"x-{number}-of-3.beton", local)
+    with pytest.raises(UserError, match=f"^{bucket} lacks 1 of 3 .beton files: x-0-of-3.beton;"):
+        RemoteSource(bucket / "x-*.beton", None, tmp_path)
+    upload(bucket / "x-0-of-3.beton", local)
+    one = len(FfcvSource(local).labels)
+    for pattern, count in (("x-*.beton", 3), ("x-[12]*.beton", 2), ("x-1-of-3.beton", 1)):
+        source = RemoteSource(bucket / pattern, None, tmp_path)
+        assert len(source.labels) == count * one
+        source.close()
+
+
 def test_commands_that_read_local_files_name_the_url(url):
     path = Path(url)
     for read in (Beton, FfcvSource, lambda path: verify_files((path,))):

@@ -434,6 +434,12 @@ def test_the_command_dry_runs(settings, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["teacher.safetensors"]
 
 
+def test_outside_a_busy_machine_is_told_when_labeling_starts(settings, monkeypatch, capsys):
+    monkeypatch.setattr("os.getloadavg", lambda: (1e4, 0.0, 0.0))
+    relabel_imagenet.main(replace(settings, dry_run=True))
+    assert capsys.readouterr().err.count("load average 10000.0 on ") == 1
+
+
 def test_outside_dry_run_says_that_it_does_not_read_the_shard(settings, capsys):
     relabel_imagenet.main(replace(settings, dry_run=True, shard="0/2"))
     assert "--dry-run does not read --shard 0/2: this is the whole" in capsys.readouterr().out

@@ -165,6 +165,23 @@ def test_outside_raw_pixels_and_sizes_of_packed_images(tmp_path):
     assert (several.labels.tolist(), several.class_names) == ([0, 0, 1, 1], ["0", "1"])
 
 
+def test_outside_missing_files_of_a_number_are_named(packed, tmp_path):
+    """A part of an interrupted copy was trained on. A pattern may choose some that are there."""
+    first, second, third = (tmp_path / f"train-0000{n}-of-00003.beton" for n in range(3))
+    for path in (first, third, tmp_path / "val-00000-of-00002.beton"):
+        path.symlink_to(packed[1])
+    pattern = tmp_path / "train-*.beton"
+    with pytest.raises(
+        UserError, match=f"^{tmp_path} lacks 1 of 3 .beton files: {second.name}; copy them there"
+    ):
+        BetonImages(pattern)
+    # A file that is named is wanted.
+    one = len(BetonImages(third))
+    second.symlink_to(packed[1])
+    assert len(BetonImages(pattern)) == 3 * one
+    assert len(BetonImages(tmp_path / "train-0000[12]*.beton")) == 2 * one
+
+
 @pytest.mark.parametrize(
     ("dataset", "fraction", "message"),
     [("cifar10", 0.0, "--dataset is for folders"), ("", 0.2, "--val-fraction is for folders")],

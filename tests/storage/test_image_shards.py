@@ -195,7 +195,7 @@ def test_outside_missing_shards_are_named(tmp_path, kind, there, missing):
         write_shard(tmp_path / f"{name}.{kind}")
     with pytest.raises(UserError) as error:
         Images(tmp_path)
-    assert f"image shards: {missing.replace('.tar', f'.{kind}')}" in str(error.value)
+    assert f".{kind} files: {missing.replace('.tar', f'.{kind}')}" in str(error.value)
     assert "copy them there, or rename the others without " in str(error.value)
 
 

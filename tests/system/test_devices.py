@@ -8,7 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from densefeed.system.devices import choose_device, choose_rank_device, count_cores, peak_rss
+from densefeed.system.devices import (
+    choose_device,
+    choose_rank_device,
+    count_cores,
+    describe_load,
+    peak_rss,
+    warn_busy,
+)
 from densefeed.system.errors import UserError
 
 
@@ -26,6 +33,29 @@ def test_peak_memory_is_in_bytes_on_linux_and_macos(monkeypatch):
     assert peak_rss() == 2_000_000 * 1024
     monkeypatch.setattr(sys, "platform", "darwin")
     assert peak_rss() == 2_000_000
+
+
+@pytest.mark.parametrize(("load", "told"), [(5.9, ""), (6.1, "load average 6.1 on 4 cores")])
+def test_outside_a_busy_machine_is_told_once_in_a_line(load, told, monkeypatch, capsys):
+    """Its load is that of all cores, though this process may use one alone."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3}, raising=False)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    assert describe_load(1.5) == told
+    warn_busy()
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == bool(told)
+    assert told in printed.err
+
+
+def test_a_system_without_load_average_is_not_called_busy(monkeypatch, capsys):
+    def refuse():
+        raise OSError
+
+    monkeypatch.setattr(os, "getloadavg", refuse)
+    warn_busy()
+    assert capsys.readouterr().err == ""
 
 
 @pytest.fixture

@@ -123,16 +123,6 @@ def test_a_slow_loader_comes_with_a_remedy(loader, packed, planes, remedy):
     assert ("their 2.0 GiB fit in memory" in text) == ("--form planes" in text)
 
 
-@pytest.mark.parametrize(
-    ("load", "warning"),
-    [(1.9, ""), (2.1, "Other processes used 2.1 of 4 cores before the measurement started; ")],
-)
-def test_a_busy_machine_gets_a_warning(load, warning, monkeypatch):
-    monkeypatch.setattr(advise.os, "getloadavg", lambda: (load, 0.0, 0.0))
-    assert advise.describe_load(4).startswith(warning)
-    assert bool(advise.describe_load(4)) == bool(warning)
-
-
 @pytest.fixture
 def short_measurements(monkeypatch):
     monkeypatch.setattr(advise, "SECONDS", 0.02)

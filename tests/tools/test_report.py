@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -348,6 +349,55 @@ def test_outside_a_run_without_validation_set_shows_no_predictions(student, caps
     text = (student / "report.html").read_text()
     assert "What the model predicts" not in text
     assert "What the student saw" in text
+
+
+def test_outside_options_that_differ_lie_below_a_run_and_widen_no_table(run_folder, tmp_path):
+    """As the last column they were cut off in a window of 500 pixels."""
+    other = shutil.copytree(run_folder, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    config["optim"]["lr"] = 0.25
+    (other / "config.json").write_text(json.dumps(config))
+    main(Report(runs=(run_folder, other), out=tmp_path / "report.html"))
+    text = (tmp_path / "report.html").read_text()
+    table = re.search(r'<table class="results">(.*?)</table>', text, re.DOTALL)[1]
+    header, *rows = re.findall(r"<tr.*?>(.*?)</tr>", table, re.DOTALL)
+    columns = header.count("<th>")
+    assert [row.count("<td") for row in rows] == [columns, 1, columns, 1]
+    assert rows[3] == f'<td class="differs" colspan="{columns}">lr 0.25</td>'
+    main(Report(runs=(run_folder,), out=tmp_path / "report.html"))
+    assert 'class="differs"' not in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "said"),
+    [
+        (
+            "augment",
+            {"operations": ["gamma"]},
+            "--operations gamma: no such operation is registered",
+        ),
+        ("model", {"name": "my_model"}, "timm knows no model 'my_model'"),
+        ("objective", {"name": "mine"}, "--objective mine is unknown"),
+    ],
+)
+def test_outside_a_run_of_code_that_is_not_imported_is_shown_beside_the_others(
+    student, tmp_path, capsys, section, values, said
+):
+    """Its row, its options and its curves; a line says what is missing and how to get it."""
+    own = shutil.copytree(student, tmp_path / "own")
+    config = json.loads((own / "config.json").read_text())
+    config[section] |= values
+    (own / "config.json").write_text(json.dumps(config))
+    main(Report(runs=(student, own), out=tmp_path / "report.html"))
+    told = capsys.readouterr().err
+    assert f"the report shows no crops: {said}" in told
+    assert "start the file that registers" in told
+    text = (tmp_path / "report.html").read_text()
+    assert [text.count(f"<td>{name}</td>") for name in ("student", "own")] == [1, 1]
+    (value,) = values.values()
+    shown = value[0] if isinstance(value, list) else value
+    assert shown in re.search(r'<td class="differs".*?>(.*?)</td>', text.partition(">own<")[2])[1]
+    assert text.count("<polyline") == 4
 
 
 def test_a_size_that_no_memory_holds_leaves_out_the_crops(tmp_path, micro, capsys):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import time
 from pathlib import Path
 
@@ -133,6 +134,12 @@ def test_a_run_on_a_cpu_has_no_mfu(micro, tmp_path):
     assert row[1] == "–"
 
 
+def test_outside_a_busy_machine_is_told_when_training_starts(micro, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("os.getloadavg", lambda: (1e4, 0.0, 0.0))
+    training.train(micro(tmp_path / "run", dry_run=True))
+    assert capsys.readouterr().err.count("load average 10000.0 on ") == 1
+
+
 def test_dry_run_writes_nothing_and_is_short(micro, tmp_path, capsys):
     began = time.process_time()  # wall-clock time depends on other processes
     assert training.train(micro(tmp_path / "run", dry_run=True)) == {}
@@ -152,6 +159,22 @@ def test_dry_run_writes_nothing_and_is_short(micro, tmp_path, capsys):
     for resume in ("auto", "never"):
         training.train(micro(tmp_path / "run", epochs=1, dry_run=True, resume=resume))
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_outside_dry_run_names_empty_files(micro, folder, tmp_path, split, capsys):
+    """Those of the last images, which the dry run does not decode."""
+    data = shutil.copytree(folder, tmp_path / "images")
+    files = sorted((data / split).rglob("*.jpg"))
+    for path in files[-2:]:
+        path.write_bytes(b"")
+    fields = dict(objective="ce", mixtoken=False, loader="folder", dry_run=True)
+    config = with_options(micro(tmp_path / "run", **fields), data=data, val=data)
+    fault = f"2 of {len(files)} image files are empty (0 bytes), the first is {files[-2]}; "
+    with pytest.raises(UserError, match="^" + re.escape(fault + "replace or remove them, or give")):
+        training.train(config)
+    training.train(with_options(config, on_bad_sample="skip"))
+    assert f"warning: {fault}they are skipped\n" in capsys.readouterr().err
 
 
 def test_dry_run_raises_the_errors_of_a_run(micro, tmp_path):

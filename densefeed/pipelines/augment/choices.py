@@ -110,10 +110,12 @@ class AugmentPlan(NamedTuple):
 class Chooser:
     """Chooses operations and boxes for the samples of a batch, with the plan's draws.
 
-    UserError for a RandAugment string that is not supported.
+    UserError for a RandAugment string that is not supported, and an operation that is not
+    registered.
     """
 
     def __init__(self, plan: EpochPlan, augment: Augment) -> None:
+        augment.check_operations()
         self.plan, self.augment, self.noise = plan, augment, noise_length(plan)
         text = augment.rand_augment
         self.spec = RandAugmentSpec.parse(text) if text else None

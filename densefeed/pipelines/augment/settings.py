@@ -85,12 +85,6 @@ class Augment(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if unknown := [name for name in self.operations if name not in OWN]:
-            known = ", ".join(OWN) or "none"
-            raise UserError(
-                f"--operations {unknown[0]}: no such operation is registered (there are: {known}); "
-                "start the file that registers it, as docs/extending.md shows"
-            )
         if self.rand_augment:
             RandAugmentSpec.parse(self.rand_augment)
         jitter = self.color_jitter
@@ -108,6 +102,18 @@ class Augment(Options):
             raise UserError(
                 f"--color-jitter {jitter} must be from 0 to {MOST_JITTER:g}, and its hue (the "
                 "fourth number) at most 0.5"
+            )
+
+    def check_operations(self) -> None:
+        """Raise UserError for an operation that is not registered.
+
+        It is not refused earlier: a config that names one can be read where it is not registered.
+        """
+        if unknown := [name for name in self.operations if name not in OWN]:
+            known = ", ".join(OWN) or "none"
+            raise UserError(
+                f"--operations {unknown[0]}: no such operation is registered (there are: {known}); "
+                "start the file that registers it, as docs/extending.md shows"
             )
 
     def unused(self) -> dict[str, str]:

@@ -42,8 +42,8 @@ def load_photographs(names: Sequence[str]) -> list[Image.Image]:
         paths = [path for path in paths if path.suffix in (".png", ".jpg")]
         if not paths:
             raise UserError(
-                f"scikit-image and scikit-learn have no photograph {name!r}; "
-                'pip install --force-reinstall "densefeed[demo]"'
+                f"scikit-image and scikit-learn have no photograph {name!r}; install other "
+                "versions of them"
             )
         found += [decode(path.read_bytes(), str(path)) for path in paths]
     return found

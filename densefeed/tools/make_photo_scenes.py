@@ -1,4 +1,4 @@
-"""Make a folder of photo scenes: photographic cut-outs on photographs, with true masks.
+"""Make a folder of photo scenes: cut-outs on photographs, with true masks.
 
     densefeed photo-scenes --out photos
     densefeed photo-scenes --out mine --cutouts cutouts --backgrounds photographs --hold-out 0.2
@@ -145,7 +145,8 @@ class PhotoScenes(DecodeOptions, ThreadOptions):
     backgrounds: Path | None = None  # folder of photographs; give it with --cutouts
     # share of each class's cut-outs, and of the backgrounds, that training does not show
     hold_out: Annotated[float, Bounds(0, 0.9)] = 0.0
-    cache: Path = cache_folder() / "photo-scenes"  # folder of the packages that are fetched
+    # folder of the packages that are fetched; default: ~/.cache/densefeed/photo-scenes
+    cache: Path | None = None
 
     def unused(self) -> dict[str, str]:
         if self.cutouts is None:
@@ -416,9 +417,10 @@ def read_packages(scenes: PhotoScenes) -> Pictures:
     with open(CUTOUTS, newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     samples = {split: load_photographs(names) for split, names in SAMPLES.items()}
-    stamps = fetch_package(STAMPS, [row["file"] for row in rows], scenes.cache)
+    cache = scenes.cache or cache_folder() / "photo-scenes"
+    stamps = fetch_package(STAMPS, [row["file"] for row in rows], cache)
     names = [f"{name}.jpg" for split in MATE.values() for name in split]
-    wallpapers = fetch_package(WALLPAPERS, names, scenes.cache)
+    wallpapers = fetch_package(WALLPAPERS, names, cache)
     pictures = Pictures({}, {}, {row["class"]: row["group"] for row in rows if row["class"]}, {})
     for row in bar(rows, "read cut-outs"):
         by = pictures.cutouts if row["class"] else pictures.held_out

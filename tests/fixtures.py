@@ -343,9 +343,10 @@ class CellNet(torch.nn.Module):
 
 def make_scenes(root: Path, size: int) -> None:
     """Write 320 digit scenes; in every other group of ten scenes the images are a third wider."""
-    from densefeed.tools.make_digit_scenes import load_photographs, load_scans, scene
+    from densefeed.storage.scenes import load_photographs
+    from densefeed.tools.make_digit_scenes import PHOTOGRAPHS, load_scans, scene
 
-    backgrounds, scans = load_photographs(), load_scans()["train"]
+    backgrounds, scans = load_photographs(PHOTOGRAPHS), load_scans()["train"]
     for n in range(320):
         jpeg, _ = scene(np.random.default_rng([8, n]), n % 10, size, backgrounds, scans)
         path = root / "train" / str(n % 10) / f"{n:03d}.png"
@@ -358,9 +359,10 @@ def make_scenes(root: Path, size: int) -> None:
 
 def train_to_locate(size: int, side: int) -> list[CellNet]:
     """Train two networks on boxes of other scenes, which is faster than training on labels."""
-    from densefeed.tools.make_digit_scenes import load_photographs, load_scans, scene
+    from densefeed.storage.scenes import load_photographs
+    from densefeed.tools.make_digit_scenes import PHOTOGRAPHS, load_scans, scene
 
-    backgrounds, scans = load_photographs(), load_scans()["train"]
+    backgrounds, scans = load_photographs(PHOTOGRAPHS), load_scans()["train"]
     pixels_NHWC = np.empty((450, size, size, 3), np.uint8)
     cell_NSS = torch.full((450, side, side), -1)
     for n in range(450):
@@ -368,7 +370,8 @@ def train_to_locate(size: int, side: int) -> list[CellNet]:
         pixels_NHWC[n] = np.asarray(Image.open(io.BytesIO(jpeg)))
         for digit in digits:
             left, top, right, bottom = (round(v * side / size) for v in digit["box"])
-            cell_NSS[n, top : max(bottom, top + 1), left : max(right, left + 1)] = digit["digit"]
+            place = slice(top, max(bottom, top + 1)), slice(left, max(right, left + 1))
+            cell_NSS[n, *place] = int(digit["class"])
 
     def train(seed: int, width: int, steps: int = 140):
         with torch.enable_grad(), torch.random.fork_rng():

@@ -273,6 +273,8 @@ def test_wheel_contains_only_densefeed(tmp_path):
         "native/libdensefeed.so",
         "storage/FORMAT.md",
         "recipes/ABLATIONS.md",
+        "recipes/photo_cutouts.csv",
+        "recipes/photo_class_map.csv",
         "pages/report.html",
         "pages/audit.html",
         "pages/page.html",

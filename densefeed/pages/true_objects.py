@@ -1,4 +1,4 @@
-"""True objects of scenes, from the file of boxes that densefeed scenes writes."""
+"""True objects of scenes, from their file of boxes (storage/scenes.py)."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -37,22 +37,28 @@ def parse_truth(
     """Return the objects of a scene of a file `path` of true boxes. UserError if it has none."""
     objects = scenes.get(name) if isinstance(scenes, dict) else None
     # An image has the class of one of its objects.
-    good = isinstance(objects, list) and objects and is_number(size)
+    good = isinstance(objects, list) and objects and is_size(size)
     if not good or not all(is_object(item, size, classes) for item in objects):
         raise UserError(f"{path} is damaged (the objects of {name}); make the scenes again")
-    numbers = np.array([classes[str(item["digit"])] for item in objects], np.int64)
+    numbers = np.array([classes[item["class"]] for item in objects], np.int64)
     boxes = np.array([item["box"] for item in objects], float).reshape(-1, 4)
-    return Truth(numbers, boxes / size)
+    return Truth(numbers, boxes / np.tile(size, 2))
 
 
-def is_object(item: object, size: float, classes: dict[str, int]) -> bool:
-    """Whether an item of a scene has a digit that is a class, and a box in `size` pixels."""
+def is_size(size: object) -> bool:
+    """Whether a value of a file of boxes is the size of its scenes, [width, height]."""
+    return isinstance(size, list) and len(size) == 2 and all(map(is_number, size))
+
+
+def is_object(item: object, size: list[float], classes: dict[str, int]) -> bool:
+    """Whether an item of a scene has a class of the data, and a box within the scene's `size`."""
     box = item.get("box") if isinstance(item, dict) else None
     whole = isinstance(box, list) and len(box) == 4 and all(map(is_number, box))
-    if not whole or str(item.get("digit")) not in classes:
+    name = item.get("class") if whole else None
+    if not isinstance(name, str) or name not in classes:
         return False
     left, top, right, bottom = box
-    return 0 <= left < right <= size and 0 <= top < bottom <= size
+    return 0 <= left < right <= size[0] and 0 <= top < bottom <= size[1]
 
 
 def boxes_in_crop(boxes_ltrb_n4: np.ndarray, view: np.ndarray) -> np.ndarray:

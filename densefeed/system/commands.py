@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parents[1]
 COMMANDS = {
     "quickstart": "tools.quickstart",
     "scenes": "tools.make_digit_scenes",
+    "photo-scenes": "tools.make_photo_scenes",
     "label": "tools.relabel_imagenet",
     "import": "tools.import_labels",
     "score-maps": "tools.score_maps",

@@ -13,8 +13,6 @@ with scikit-image and scikit-learn. The boxes are for judging labels, never for 
 if not __package__:
     import script_start  # noqa: F401
 
-import io
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -23,7 +21,7 @@ import numpy as np
 from numpy.random import Generator, default_rng
 from PIL import Image
 
-from densefeed.storage.images import decode
+from densefeed.storage.scenes import BOXES, cut_window, encode_scene, load_photographs, write_boxes
 from densefeed.system.errors import make_command
 from densefeed.system.files import create_folder
 from densefeed.system.options import Bounds, NonNegativeInt, Options
@@ -32,7 +30,7 @@ from densefeed.system.terminal import print
 
 PHOTOGRAPHS = (
     *("astronaut", "brick", "chelsea", "coffee"),
-    *("grass", "gravel", "motorcycle_left", "rocket"),
+    *("grass", "gravel", "motorcycle_left", "rocket", "china", "flower"),
 )
 # Every fourth scan of each class is for validation only.
 VAL_SHARE = 4
@@ -55,17 +53,16 @@ def main(scenes: Scenes) -> None:
     """Write the folder under a temporary name and rename it when it is complete."""
     with create_folder(scenes.out) as part:
         boxes = write_scenes(scenes, part)
-        document = {"size": scenes.size, "seed": scenes.seed, "scenes": boxes}
-        (part / "boxes.json").write_text(json.dumps(document))
+        write_boxes(part, (scenes.size, scenes.size), scenes.seed, boxes)
     print(
         f"{scenes.out}: {scenes.train} training and {scenes.val} validation scenes of "
-        f"{scenes.size} px, boxes in boxes.json"
+        f"{scenes.size} px, boxes in {BOXES}"
     )
 
 
 def write_scenes(scenes: Scenes, folder: Path) -> dict[str, list[dict]]:
     """Write the images; return the digits of each, by its path in the folder."""
-    photographs, scans = load_photographs(), load_scans()
+    photographs, scans = load_photographs(PHOTOGRAPHS), load_scans()
     boxes = {}
     for split, count in (("train", scenes.train), ("val", scenes.val)):
         for label in range(10):
@@ -79,19 +76,6 @@ def write_scenes(scenes: Scenes, folder: Path) -> dict[str, list[dict]]:
             (folder / name).write_bytes(jpeg)
             boxes[name] = digits
     return boxes
-
-
-def load_photographs() -> list[Image.Image]:
-    """Return the photographs, RGB."""
-    # These packages are the optional group `demo`.
-    import skimage.data
-    from sklearn.datasets import load_sample_images
-
-    folder = Path(skimage.data.__file__).parent
-    files = (path for name in PHOTOGRAPHS for path in sorted(folder.glob(f"{name}.*")))
-    paths = (path for path in files if path.suffix in (".png", ".jpg"))
-    samples = map(Image.fromarray, load_sample_images().images)
-    return [*(decode(path.read_bytes(), str(path)) for path in paths), *samples]
 
 
 def load_scans() -> dict[str, list[np.ndarray]]:
@@ -123,11 +107,9 @@ def scene(
             # The scene is full, so it has one small digit fewer.
             continue
         scan = scans[digit][rng.integers(len(scans[digit]))]
-        digits.append({"digit": digit, "box": draw(rng, canvas, scan, *place, side)})
+        digits.append({"class": str(digit), "box": draw(rng, canvas, scan, *place, side)})
         places.append((*place, side))
-    buffer = io.BytesIO()
-    Image.fromarray(canvas.round().clip(0, 255).astype(np.uint8)).save(buffer, "JPEG", quality=90)
-    return buffer.getvalue(), digits
+    return encode_scene(canvas), digits
 
 
 def draw(
@@ -150,12 +132,8 @@ def background(rng: Generator, size: int, photographs: list) -> np.ndarray:
 
     It is darkened, so that light ink stays readable.
     """
-    photograph = photographs[rng.integers(len(photographs))]
-    side = int(rng.uniform(0.25, 0.9) * min(photograph.size))
-    left, top = (int(rng.integers(0, extent - side + 1)) for extent in photograph.size)
-    box = left, top, left + side, top + side
-    piece = photograph.resize((size, size), Image.Resampling.BILINEAR, box=box)
-    return np.array(piece, np.float32) * rng.uniform(0.3, 0.5)
+    piece = cut_window(rng, photographs, (size, size), (0.25, 0.9))
+    return piece * rng.uniform(0.3, 0.5)
 
 
 def free_place(

@@ -4,8 +4,8 @@
 
 The report of runs has a table of results, curves, a contact sheet (training crops exactly as the
 student saw them, with the label of every token drawn on them) and validation images that the last
-run's student got right and wrong. `--boxes`, a file that densefeed scenes writes, adds the true
-objects and measures how many labels are correct.
+run's student got right and wrong. `--boxes`, a file that densefeed scenes or densefeed photo-scenes
+writes, adds the true objects and measures how many labels are correct.
 """
 
 if not __package__:
@@ -281,7 +281,7 @@ def measure_purity(loader: ThreadedLoader, truths: list[Truth], grid: int) -> di
             truth = truths[int(batch.index[n])]
             boxes = boxes_in_crop(truth.boxes_ltrb, batch.view[n].numpy())
             owner_T = find_owners(boxes, grid).ravel()
-            # The boxes of a scene begin with its largest digit (densefeed scenes).
+            # The boxes of a scene begin with the largest (storage/scenes.py).
             chosen = {"all": owner_T >= 0, "largest": owner_T == 0, "others": owner_T > 0}
             for part, chosen_T in chosen.items():
                 tokens[part] += int(chosen_T.sum())
@@ -539,7 +539,8 @@ def main(report: Report) -> None:
         # Before the replay, which is left out where the training set is missing.
         if not report.boxes.exists():
             raise UserError(
-                f"{report.boxes}: there is no such file; densefeed scenes writes it with its scenes"
+                f"{report.boxes}: there is no such file; densefeed scenes and densefeed "
+                "photo-scenes write it with their scenes"
             )
         check_replaceable(out.with_suffix(".json"), "published", "--out")
     runs, environment = [read_run(folder) for folder in report.runs], read_environment(folder)

@@ -93,5 +93,5 @@ def write_image_shards(parts: Path) -> None:
 def write_boxes(images: Path) -> None:
     """Write the true boxes of the training images, as make_digit_scenes does."""
     paths = sorted(str(path.relative_to(images)) for path in (images / "train").rglob("*.jpg"))
-    scenes = {path: [{"digit": path.split("/")[1], "box": [4, 4, 20, 20]}] for path in paths}
-    (images / "boxes.json").write_text(json.dumps({"size": 40, "scenes": scenes}))
+    scenes = {path: [{"class": path.split("/")[1], "box": [4, 4, 20, 20]}] for path in paths}
+    (images / "boxes.json").write_text(json.dumps({"size": [40, 40], "scenes": scenes}))

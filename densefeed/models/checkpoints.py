@@ -1,7 +1,7 @@
 """Checkpoints: plain dictionaries with everything needed to use a model again.
 
-`torch.load(weights_only=True)` reads them. Files of LV-ViT and timm are read too, safetensors
-included.
+`torch.load(weights_only=True)` reads them. Files of LV-ViT, timm and EfficientNet-PyTorch are read
+too, safetensors included.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from densefeed.models.efficientnet_layout import rename_layout
 from densefeed.models.lvvit import LVViT
 from densefeed.models.model_spec import (
     CANNOT_BUILD,
@@ -221,10 +222,11 @@ def select_weights(checkpoint: dict, path: Path) -> dict[str, Tensor]:
     }
 
 
-def unwrap(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Remove what all names begin with, such as `model.` of a LightningModule or `backbone.`.
+def match_names(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Return weights by the names that they have in `model`.
 
-    A part that names of `model` begin with too stays.
+    What all names begin with, such as `model.` of a LightningModule or `backbone.`, is removed; a
+    part that names of `model` begin with too stays. Names of EfficientNet-PyTorch become timm's.
     """
     own = {name.partition(".")[0] for name in model.state_dict()}
     while len(parts := {name.partition(".")[0] for name in weights}) == 1 and not parts & own:
@@ -232,7 +234,7 @@ def unwrap(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
         if not all(rest):
             break
         weights = rest
-    return weights
+    return rename_layout(weights, model)
 
 
 def check_tensors(tensors: dict[str, object], path: Path) -> None:
@@ -316,7 +318,7 @@ def build(path: Path, model_name: str = "") -> tuple[nn.Module, dict]:
                 twin.load_state_dict(weights)
             check_tables(twin, path)
         else:
-            weights = unwrap(weights, build_on_meta(ModelSpec(name, {})))
+            weights = match_names(weights, build_on_meta(ModelSpec(name, {})))
         model = spec.build() if spec else build_for_weights(name, weights)
         model.load_state_dict(weights)
     except CANNOT_BUILD as error:
@@ -426,17 +428,17 @@ FACTS = {
 def initialize(model: nn.Module, path: Path, class_names: Sequence[str] = ()) -> str:
     """Initialize a model from the weights in a file; return one line on what was used and is new.
 
-    The file may be ours, or a run folder, a published LV-ViT file, or one of timm's for the same
-    model, safetensors included; EMA weights are preferred. The model family's
-    `checkpoint_filter_fn` (timm's convention) adapts names and the position table. A head that the
-    file does not have, or has with other classes, keeps its initial weights. One of the model's
-    `class_names` in another order is put in theirs; () does not compare names. Raises
+    The file may be ours, or a run folder, a published LV-ViT file, or one of timm's or
+    EfficientNet-PyTorch's for the same model, safetensors included; EMA weights are preferred. The
+    model family's `checkpoint_filter_fn` (timm's convention) adapts names and the position table. A
+    head that the file does not have, or has with other classes, keeps its initial weights. One of
+    the model's `class_names` in another order is put in theirs; () does not compare names. Raises
     CheckpointError, and changes nothing, where any other tensor is missing, unexpected or of
     another shape.
     """
     path = find_file(path)
     checkpoint = load(path)
-    weights = unwrap(select_weights(checkpoint, path), model)
+    weights = match_names(select_weights(checkpoint, path), model)
     # timm applies this function to the weights that it downloads, and not to files.
     filter_fn = getattr(inspect.getmodule(type(model)), "checkpoint_filter_fn", None)
     try:

@@ -215,6 +215,9 @@ def call_factory(source: str) -> nn.Module:
     # Importing and calling run the user's own code, which may raise anything.
     try:
         model = resolve_name(source)()
+    # It has a remedy already.
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(
             f"{source} failed ({type(error).__name__}: {error}); name a function of a module that "

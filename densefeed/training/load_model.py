@@ -225,7 +225,7 @@ def load_raw(model: nn.Module, checkpoint: dict, path: Path) -> None:
     """Load the raw weights of a checkpoint that has EMA weights too. Raises UserError."""
     raw = {key: value for key, value in checkpoint.items() if key not in checkpoints.AVERAGED}
     try:
-        model.load_state_dict(checkpoints.unwrap(checkpoints.select_weights(raw, path), model))
+        model.load_state_dict(checkpoints.match_names(checkpoints.select_weights(raw, path), model))
     except RuntimeError as error:
         raise UserError(
             f"{path} has no complete raw weights ({first_line(error)}); use --weights ema"

@@ -7,8 +7,10 @@ from typing import NamedTuple
 import numpy as np
 
 from densefeed.pages.templates import INKS
-from densefeed.storage.images import Images
+from densefeed.storage.images import Images, explain, open_image
+from densefeed.storage.scenes import MASKS
 from densefeed.system.errors import UserError
+from densefeed.system.files import open_regular
 from densefeed.system.json_files import is_number, read_json
 
 # Bytes of a file of true boxes: 80,000 scenes.
@@ -16,10 +18,27 @@ LARGEST_BOXES = 2**24
 
 
 class Truth(NamedTuple):
-    """True objects of one image: classes `[n]` and boxes `[n, 4]`, normalized."""
+    """True objects of one image, the label's first."""
 
-    classes: np.ndarray
-    boxes_ltrb: np.ndarray
+    classes: np.ndarray  # [n]
+    boxes_ltrb: np.ndarray  # [n, 4], normalized
+    mask: Path | None = None  # a PNG: 0 for the background, i + 1 for object i
+
+
+def read_mask(truth: Truth) -> np.ndarray:
+    """Read the mask of a scene, uint8 `[H, W]`. Raises UserError if it is missing or damaged."""
+    remedy = "make the scenes again"
+    try:
+        with open_regular(truth.mask) as file, open_image(file) as image:
+            mask_HW = np.asarray(image)
+    except MemoryError:
+        raise
+    # Pillow does not limit the types of its exceptions.
+    except Exception as error:
+        raise UserError(f"{truth.mask} cannot be read ({explain(error)}); {remedy}") from error
+    if mask_HW.ndim != 2 or mask_HW.dtype != np.uint8 or mask_HW.max() > len(truth.classes):
+        raise UserError(f"{truth.mask} is not the mask of this scene; {remedy}")
+    return mask_HW
 
 
 def read_objects(path: Path, images: Images, split: str) -> Iterator[Truth]:
@@ -27,8 +46,11 @@ def read_objects(path: Path, images: Images, split: str) -> Iterator[Truth]:
     document = read_json(path, "make the scenes again", largest=LARGEST_BOXES)
     scenes, size = document.get("scenes"), document.get("size")
     names = {name: number for number, name in enumerate(images.class_names)}
+    # densefeed photo-scenes writes them, densefeed scenes does not.
+    masks = path.parent / MASKS if (path.parent / MASKS).is_dir() else None
     for name in images.paths:
-        yield parse_truth(scenes, size, f"{split}/{name}", names, path)
+        truth = parse_truth(scenes, size, f"{split}/{name}", names, path)
+        yield truth._replace(mask=masks and (masks / split / name).with_suffix(".png"))
 
 
 def parse_truth(

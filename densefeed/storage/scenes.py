@@ -19,6 +19,9 @@ from densefeed.storage.images import decode
 from densefeed.system.errors import UserError, first_line
 
 BOXES = "boxes.json"
+# Folder of masks beside it: `masks/<path of the image>.png`, 0 for the background and i + 1 for the
+# i-th object.
+MASKS = "masks"
 
 
 def load_photographs(names: Sequence[str]) -> list[Image.Image]:

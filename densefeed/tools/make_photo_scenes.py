@@ -60,7 +60,14 @@ from densefeed.storage.images import (
     open_image,
     read_encoded,
 )
-from densefeed.storage.scenes import BOXES, cut_window, encode_scene, load_photographs, write_boxes
+from densefeed.storage.scenes import (
+    BOXES,
+    MASKS,
+    cut_window,
+    encode_scene,
+    load_photographs,
+    write_boxes,
+)
 from densefeed.system.commands import PACKAGE
 from densefeed.system.devices import ThreadOptions
 from densefeed.system.errors import UserError, explain_os_error, make_command
@@ -224,7 +231,7 @@ def main(scenes: PhotoScenes) -> None:
     numbers = ", ".join(f"{split} {count:,}" for split, count in counts.items())
     print(
         f"{scenes.out}: scenes of {scenes.width} x {scenes.height} px ({numbers}), their masks in "
-        f"masks/, boxes in {BOXES}"
+        f"{MASKS}/, boxes in {BOXES}"
     )
 
 
@@ -260,7 +267,7 @@ def write_split(
     }
     for label in cutouts:
         (folder / split / label).mkdir(parents=True)
-        (folder / "masks" / split / label).mkdir(parents=True)
+        (folder / MASKS / split / label).mkdir(parents=True)
     labels = list(cutouts)
 
     def write(number: int) -> tuple[str, list[dict]]:
@@ -275,7 +282,7 @@ def write_split(
         paint(canvas, layers)
         name = f"{split}/{label}/{number:06d}"
         (folder / f"{name}.jpg").write_bytes(encode_scene(canvas))
-        Image.fromarray(mask).save(folder / f"masks/{name}.png")
+        Image.fromarray(mask).save(folder / MASKS / f"{name}.png")
         return f"{name}.jpg", list_objects(layers, mask)
 
     with (

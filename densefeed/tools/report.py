@@ -15,7 +15,6 @@ import math
 import os
 import statistics
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
@@ -34,15 +33,15 @@ from densefeed.explain.relevance import class_relevance
 from densefeed.models.token_transformer import TokenTransformer
 from densefeed.objectives import OBJECTIVES, build_objective
 from densefeed.objectives.base import DenseObjective
+from densefeed.pages.label_truth import PUBLISHED, find_owners_in_mask, measure_labels, usual_labels
 from densefeed.pages.templates import TEMPLATES, picture
 from densefeed.pages.tokens import draw_labels, label_tokens
-from densefeed.pages.true_objects import Truth, boxes_in_crop, make_objects, read_objects
+from densefeed.pages.true_objects import Truth, make_objects, read_mask, read_objects
 from densefeed.pipelines.augment.augmentation import Augmentation, Normalize, augment_batches
 from densefeed.pipelines.loader import Source, ThreadedLoader
 from densefeed.pipelines.open import open_dataset
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.shapes import describe_shape
-from densefeed.pipelines.targets import TargetRules
 from densefeed.storage.images import Images
 from densefeed.system.errors import UserError, make_command, restore_url
 from densefeed.system.files import check_ending, open_regular, replace_file
@@ -236,65 +235,6 @@ def read_truths(path: Path, run: RunRecord, loader: ThreadedLoader) -> list[Trut
     return list(read_objects(path, images, "train"))
 
 
-# ------------------------------------------------------------------------- tokens and objects
-
-
-def find_owners(boxes_ltrb_n4: np.ndarray, grid: int) -> np.ndarray:
-    """Return, for each token of a `grid` x `grid` table, the box that contains it, else -1.
-
-    A token that overlaps several boxes, or lies only partly inside its box, has none.
-    """
-    edges = np.arange(grid) / grid
-    low = np.stack(np.meshgrid(edges, edges), -1)[:, :, None]
-    high = low + 1 / grid
-    box_low, box_high = np.split(boxes_ltrb_n4, 2, axis=1)
-    # A token that ends at the edge of a box is inside, whatever the rounding.
-    inside = ((low >= box_low - 1e-6) & (high <= box_high + 1e-6)).all(-1)
-    overlaps = ((low < box_high) & (high > box_low)).all(-1)
-    return np.where((overlaps.sum(-1) == 1) & inside.any(-1), inside.argmax(-1), -1)
-
-
-def measure_purity(loader: ThreadedLoader, truths: list[Truth], grid: int) -> dict:
-    """Measure how often each kind of label is the class of the object that a token lies on.
-
-    It counts the tokens that lie inside exactly one true object, in crops before augmentation. The
-    kinds are `image`, the image's own label, with which plain cross-entropy supervises every token;
-    `crop`, the dense label of the whole crop (objective relabel); `token`, the dense label of the
-    token; and `published`, the same read at the coordinates of the published code.
-
-    Returns for each kind the shares over `all` such tokens, those on the `largest` object of their
-    image and those on the `others`; `tokens` are their numbers.
-    """
-    hits, tokens = Counter(), Counter()
-    published = TargetRules(geometry="published", outside="uniform")
-    batches = min(-(-PURITY_CROPS // loader.plan.batch), len(loader))
-    for batch in bar(islice(loader.batches(0), batches), "check labels, batches", batches):
-        # One label per token, or one for all tokens of a crop.
-        labels = {
-            "image": batch.label.numpy()[:, None],
-            "crop": label_tokens(batch, loader.score_maps, 1)[0],
-            "token": label_tokens(batch, loader.score_maps, grid)[0],
-            "published": label_tokens(batch, loader.score_maps, grid, published)[0],
-        }
-        # The last batch is padded with weight 0, and its images must not count twice.
-        for n in np.nonzero(batch.weight.numpy())[0]:
-            truth = truths[int(batch.index[n])]
-            boxes = boxes_in_crop(truth.boxes_ltrb, batch.view[n].numpy())
-            owner_T = find_owners(boxes, grid).ravel()
-            # The boxes of a scene begin with the largest (storage/scenes.py).
-            chosen = {"all": owner_T >= 0, "largest": owner_T == 0, "others": owner_T > 0}
-            for part, chosen_T in chosen.items():
-                tokens[part] += int(chosen_T.sum())
-                for kind, label_NT in labels.items():
-                    right_T = (label_NT[n] == truth.classes[owner_T]) & chosen_T
-                    hits[kind, part] += int(right_T.sum())
-    shares = {
-        kind: {part: hits[kind, part] / max(count, 1) for part, count in tokens.items()}
-        for kind in labels
-    }
-    return shares | {"tokens": tokens}
-
-
 # ------------------------------------------------------------------------- contact sheet
 
 
@@ -307,30 +247,44 @@ def make_contact_sheet(
 ) -> list[dict]:
     """Return the first crops of epoch 0 as the student saw them, with the labels of their tokens.
 
-    `objects` are the true boxes if there are `truths`. Labels are as in the run, but without label
-    smoothing, which changes all of them alike.
+    Where there are `truths`, each also has the labels that the published code would read and the
+    true objects: `objects` are their boxes, and without masks these alone. Labels are as in the
+    run, but without label smoothing, which changes all of them alike.
     """
     crops = islice(loader.batches(0, prepare=augmentation.whole), 1)
     (batch,) = augment_batches(crops, augmentation, torch.device("cpu"))
     # Back from normalized values to pixels, for a picture.
     batch = batch._replace(image=augmentation.normalize.pixels(batch.image))
-    rules = replace(run.config.labels, smoothing=0.0)
-    class_NT, probability_NT = label_tokens(batch, loader.score_maps, grid, rules)
-    names, views, square = loader.class_names, batch.view.numpy(), (grid, grid)
+    rules, spec = replace(run.config.labels, smoothing=0.0), loader.score_maps
+    names, views = loader.class_names, batch.view.numpy()
     # The Views of a published pipeline are those of augmented images, where the boxes are not.
     boxed = truths and not (augmentation.whole and augmentation.whole.warps_maps)
-    return [
-        {
+    tables = [label_tokens(batch, spec, grid, rules)]
+    if boxed:
+        tables.append(label_tokens(batch, spec, grid, PUBLISHED))
+    sheet = []
+    for n, index in enumerate(batch.index[:CONTACTS].tolist()):
+        labels, *beside = [[part[n].reshape(grid, grid) for part in table] for table in tables]
+        masked = boxed and truths[index].mask is not None
+        if masked:
+            beside.append(draw_truth(truths[index], views[n], grid))
+        item = {
             "image": picture(Image.fromarray(batch.image[n].numpy()), "PNG"),
             "label": names[int(batch.label[n])],
             "index": index,
-            "labels": draw_labels(
-                class_NT[n].reshape(square), probability_NT[n].reshape(square), names
-            ),
+            "labels": draw_labels(*labels, names, beside=beside),
+            "masked": masked,
             "objects": make_objects(truths[index], views[n], grid, names) if boxed else [],
         }
-        for n, index in enumerate(batch.index[:CONTACTS].tolist())
-    ]
+        sheet.append(item)
+    return sheet
+
+
+def draw_truth(truth: Truth, view: np.ndarray, grid: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the class of the object that most of each token of a crop shows, and 1, else 0."""
+    owner_T = find_owners_in_mask(read_mask(truth), view, grid, pure=0.6)
+    classes = truth.classes[owner_T].reshape(grid, grid)
+    return classes, (owner_T >= 0).astype(float).reshape(grid, grid)
 
 
 def choose_run(runs: list[RunRecord]) -> RunRecord | None:
@@ -363,6 +317,17 @@ def describe_excess(plan: EpochPlan) -> str:
         f"batches of {plan.batch:,} images of {describe_shape(shape)} ({num_bytes / 1e9:,.1f} GB) "
         f"for {plan.num_samples:,} training images"
     )
+
+
+def measure_purity(loader: ThreadedLoader, truths: list[Truth], grid: int) -> dict:
+    """Measure how many labels are correct in up to PURITY_CROPS crops of epoch 0."""
+    batches = min(-(-PURITY_CROPS // loader.plan.batch), len(loader))
+    crops = bar(islice(loader.batches(0), batches), "check labels, batches", batches)
+    found = measure_labels(crops, truths, grid, usual_labels(loader.score_maps, grid))
+    # Boxes of digits leave large crops and large objects only.
+    return found | {
+        "by": [part for part in found["tokens"] if part not in ("all", "largest", "others")]
+    }
 
 
 def replay(runs: list[RunRecord], boxes: Path | None) -> dict:

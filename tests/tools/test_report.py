@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import densefeed.train as training
+from densefeed.pages.label_truth import find_owners
 from densefeed.pages.true_objects import boxes_in_crop, parse_truth
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.recipes import RECIPES
@@ -25,7 +26,6 @@ from densefeed.tools.report import (
     curve,
     describe_excess,
     draw_curves,
-    find_owners,
     main,
     make_row,
     read_run,

@@ -24,7 +24,8 @@ import torch
 from rich.table import Table
 
 from benchmarks.harness import environment, use_cores
-from densefeed.recipes.digit_flow import FlowOptions, prepare_data, read_top1
+from densefeed.recipes.digit_flow import DigitOptions, prepare_data
+from densefeed.recipes.flow import read_top1
 from densefeed.system.devices import CORES
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import replace_file
@@ -110,7 +111,7 @@ def train_seed(options: Record, seed: int) -> Training:
     folder, micro = options.out / f"seed-{seed}", options.track == "micro"
     data, val = options.data, options.val
     if micro:
-        data, val = prepare_data(folder, seed, FlowOptions())
+        data, val = prepare_data(folder, seed, DigitOptions())
     out = folder / "record"
     shutil.rmtree(out, ignore_errors=True)
     words = [options.recipe, "--loader", "ffcv", "--data", data, "--val", val]

@@ -23,19 +23,14 @@ from pathlib import Path
 from rich.table import Table
 
 from densefeed.recipes.ablations import RUNS, TABLES
-from densefeed.recipes.digit_flow import (
-    FlowOptions,
-    format_spread,
-    prepare_data,
-    read_top1,
-    train_model,
-)
+from densefeed.recipes.digit_flow import DigitOptions, prepare_data
+from densefeed.recipes.flow import format_spread, read_top1, train_model
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.terminal import print, print_table
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ablations(FlowOptions):
+class Ablations(DigitOptions):
     """The rows to run."""
 
     out: Path = Path("ablations")  # folder for everything, with a folder seed-N for each seed

@@ -18,15 +18,8 @@ from pathlib import Path
 from rich.table import Table
 
 from densefeed.recipes import RECIPES
-from densefeed.recipes.digit_flow import (
-    AGAIN,
-    FlowOptions,
-    format_spread,
-    prepare_data,
-    read_top1,
-    run_step,
-    train_model,
-)
+from densefeed.recipes.digit_flow import DigitOptions, prepare_data
+from densefeed.recipes.flow import AGAIN, format_spread, read_top1, run_step, train_model
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.json_files import check_number, read_json
 from densefeed.system.options import Count
@@ -49,7 +42,7 @@ PARTS = {"all": "all digits", "largest": "the largest digit", "others": "the oth
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quickstart(FlowOptions):
+class Quickstart(DigitOptions):
     """The size of the quickstart."""
 
     # With 3000 and the rounding of AVX2 code the student on image labels had 93.5 ± 1.8 % in five

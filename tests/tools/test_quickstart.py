@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from densefeed.recipes.digit_flow import run_command
+from densefeed.recipes.flow import run_command
 from densefeed.system.errors import UserError
 from densefeed.tools import ablations
 from densefeed.tools.ablations import Ablations

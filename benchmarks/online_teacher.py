@@ -1,0 +1,141 @@
+"""Train with an online teacher: it labels every crop in the step, in place of stored score maps.
+
+    python -m benchmarks.online_teacher photos_token_label --objective online-token-label \
+        --model lvvit_micro_half --size 192 --sizes 0 128 6 192 \
+        --online-teacher densefeed.models.efficientnet_lite:lite2 --online-size 320 \
+        --online-class-map photos/scenes/class_map.csv --data ... --val ... --out ...
+
+It takes the options of densefeed train. The teacher sees the crop at twice the side of the student,
+resized to --online-size, and its top 5 classes of every cell are the labels, as those of a map of
+the crop. `lvvit_micro_half` is lvvit_micro on the mean of 2 x 2 pixels: at 128 px it sees what
+lvvit_micro sees at 64.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.models import register_model
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from densefeed import register_objective, train
+from densefeed.objectives.base import StepContext
+from densefeed.objectives.token_labeling import TokenLabeling
+from densefeed.pipelines.batch import Batch, ScoreMapSpec
+from densefeed.relabel.class_map import read_class_map
+from densefeed.relabel.load_teacher import load_network
+from densefeed.relabel.network import Network
+from densefeed.relabel.scoring import keep
+from densefeed.system.errors import UserError
+from densefeed.system.options import Count, Options
+
+TOP_K = 5
+# Of the normalized images that a student sees.
+MEAN, STD = (torch.tensor(x).view(3, 1, 1) for x in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineOptions(Options):
+    """Options of --objective online-token-label."""
+
+    online_teacher: str = ""  # as densefeed label --teacher
+    online_size: Count = 224  # side of the teacher's input, pixels
+    online_class_map: Path | None = None  # as densefeed label --class-map
+
+
+@register_objective
+class OnlineTokenLabeling(TokenLabeling):
+    """Token labeling whose dense labels a teacher computes in every step."""
+
+    name, section, own = "online-token-label", "online", OnlineOptions
+    needs_score_maps = False
+
+    @classmethod
+    def read_options(cls, section: Any) -> Any:
+        return section.token_labeling, section.online
+
+    def __init__(self, setting: Any) -> None:
+        super().__init__(setting)
+        self.options, self.online = self.options
+        self.teacher: Network | None = None
+
+    def loss(self, output: Any, batch: Batch, step: StepContext) -> Tensor:
+        return super().loss(output, *self.label(batch, step, output))
+
+    @torch.no_grad()
+    def label(self, batch: Batch, step: StepContext, output: Any) -> tuple[Batch, StepContext]:
+        """Return the batch with maps of its crops, and the step with how to read them."""
+        if self.teacher is None:
+            self.teacher = self.load_teacher(output[0].shape[-1]).to(batch.image.device)
+        pixels = batch.image.float() * STD.to(batch.image) + MEAN.to(batch.image)
+        pixels = F.interpolate(
+            pixels, self.online.online_size, mode="bicubic", antialias=True
+        ).clamp(0, 1)
+        logits_NSSK = self.teacher((255 * pixels).permute(0, 2, 3, 1))
+        kept = keep(logits_NSSK, TOP_K)
+        count, side = logits_NSSK.shape[:2]
+        # The crop is the image.
+        view = torch.eye(2, 3, device=pixels.device).expand(count, 2, 3)
+        whole = torch.tensor([0.0, 0, 1, 1], device=pixels.device).expand(count, 4)
+        batch = batch._replace(
+            view=view,
+            shown=whole,
+            window=whole,
+            map_logit=kept.logit,
+            map_class=kept.cls.view(torch.uint16),
+            map_lse=kept.lse,
+            axis_aligned=True,
+        )
+        num_classes = logits_NSSK.shape[-1]
+        spec = ScoreMapSpec(
+            side, TOP_K, num_classes, "tail", min(num_classes, side * side * TOP_K), 1.0
+        )
+        return batch, step._replace(score_maps=spec)
+
+    def load_teacher(self, num_classes: int) -> Network:
+        """Load the teacher for the data's `num_classes`."""
+        if not self.online.online_teacher:
+            raise UserError("--online-teacher is missing; name one as in densefeed label")
+        loaded = load_network(self.online.online_teacher, "", self.online.online_size)
+        class_map, path = None, self.online.online_class_map
+        if path:
+            # Folders of classes are sorted by name.
+            lines = path.read_text(encoding="utf-8").splitlines()[1:]
+            names = sorted({line.partition(",")[2] for line in lines if line.partition(",")[2]})
+            class_map = read_class_map(path, loaded.class_names, loaded.model.num_classes, names)
+            if class_map.classes != num_classes:
+                raise UserError(f"{path} maps to {class_map.classes} classes, not {num_classes}")
+        name = self.online.online_teacher
+        return Network(loaded.model, self.online.online_size, loaded.config, class_map, name).eval()
+
+
+class HalfInput(nn.Module):
+    """lvvit_micro on the mean of 2 x 2 pixels."""
+
+    def __init__(self, img_size: int, kwargs: dict) -> None:
+        super().__init__()
+        self.net = timm.create_model("lvvit_micro", img_size=img_size // 2, **kwargs)
+        self.patch_size, self.num_classes = 2 * self.net.patch_size, self.net.num_classes
+        self.pretrained_cfg = self.net.pretrained_cfg
+        self.with_token_head = self.net.with_token_head
+
+    def no_weight_decay(self) -> set[str]:
+        return {f"net.{name}" for name in self.net.no_weight_decay()}
+
+    def forward(self, image_NCHW: Tensor, **arguments: Tensor) -> Any:
+        return self.net(F.avg_pool2d(image_NCHW, 2), **arguments)
+
+
+@register_model
+def lvvit_micro_half(pretrained: bool = False, img_size: int = 128, **kwargs: Any) -> nn.Module:
+    """Build the model; arguments as of lvvit_micro."""
+    unused = "pretrained_cfg", "pretrained_cfg_overlay"
+    return HalfInput(img_size, {key: kwargs[key] for key in kwargs if key not in unused})
+
+
+if __name__ == "__main__":
+    train.command()

@@ -1,0 +1,119 @@
+"""Flows: each step is a command in its own process, skipped if it is finished."""
+
+import multiprocessing
+import shlex
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from densefeed.system.commands import call
+from densefeed.system.errors import UserError
+from densefeed.system.json_files import check_number, read_json
+from densefeed.system.options import Options
+from densefeed.system.terminal import print
+
+# The end of the remedy for a damaged file of a finished step.
+AGAIN = "run the same command again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowOptions(Options):
+    """The trainings of a flow."""
+
+    seeds: tuple[int, ...] = (0,)  # seeds of the trainings
+    epochs: int | None = None  # epochs of every training; default: those of the recipes
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.seeds:
+            raise UserError("--seeds names no seed; give at least one")
+
+
+def run_step(
+    result: Path,
+    purpose: str,
+    name: str,
+    *words: object,
+    threads: int | None = None,
+    **options: object,
+) -> None:
+    """Print and run the command `densefeed NAME`, unless its `result` exists.
+
+    Those of the `options` that are not None become --options. `threads` is the number of PyTorch's
+    threads, None for one per core.
+    """
+    if result.exists():
+        print(f"{result} exists; skipped")
+        return
+    for option, value in options.items():
+        if value is not None:
+            words += f"--{option.replace('_', '-')}", value
+    words = [name, *map(str, words)]
+    # Flushed, since in a pipe the output of the command would come before it.
+    setting = f"OMP_NUM_THREADS={threads} " if threads else ""
+    for line in ("", f"# {purpose}", f"$ {setting}densefeed {shlex.join(words)}"):
+        print(line, flush=True)
+    if code := run_command(words, threads):
+        sys.exit(code)
+    # A training that a signal stopped has saved its state and exits with 0.
+    if not result.exists():
+        print("stopped; run the same command again to continue")
+        # The exit code of a shell command that Ctrl-C stopped.
+        sys.exit(130)
+
+
+def run_command(words: list[str], threads: int | None = None) -> int:
+    """Run a command in a process of its own; return its exit code. `threads` as in `run_step`."""
+    # A forked process has PyTorch and timm already, whose import takes 4 s of every command. Only
+    # Linux forks safely: macOS's libraries may hold locks.
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    process = context.Process(target=call_command, args=(words, threads))
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def call_command(words: list[str], threads: int | None) -> None:
+    """Run a command in this process."""
+    if threads:
+        torch.set_num_threads(threads)
+    call(*words)
+
+
+def train_model(
+    out: Path, purpose: str, words: tuple[str, ...], data: dict, seed: int, options: FlowOptions
+) -> None:
+    """Train a model in the run folder `out`, unless it is finished; `data` become --options."""
+    run_step(
+        out / "result.json",
+        purpose,
+        "train",
+        *words,
+        **data,
+        out=out,
+        seed=seed,
+        # An interrupted training continues from its last checkpoint.
+        resume="auto",
+        epochs=options.epochs,
+        # With one thread a seed gives the same weights in every run. The steps are so small that a
+        # second thread took 22 s where one took 25; on a machine with other work, where threads
+        # wait for each other, it took up to 107 s.
+        threads=1,
+    )
+
+
+def read_top1(folder: Path) -> float:
+    """Return the top-1 of a finished run, 0 to 1. Raises UserError if its result is damaged."""
+    path, remedy = folder / "result.json", f"remove it, and {AGAIN}"
+    top1 = read_json(path, remedy).get("top1")
+    check_number(path, "top1", top1, 1, remedy)
+    return top1
+
+
+def format_spread(values: list[float]) -> str:
+    """Format shares as a percentage; of several, mean ± standard deviation."""
+    mean = f"{100 * statistics.mean(values):.1f}"
+    return f"{mean} ± {100 * statistics.stdev(values):.1f} %" if len(values) > 1 else f"{mean} %"

@@ -1,0 +1,35 @@
+"""Recipes of the students on photo scenes, which differ in supervision."""
+
+from densefeed.recipes import quickstart
+from densefeed.recipes.recipe import table
+
+STUDENT = dict(
+    # Crops of 64 px, of 15 to 100 % of a scene, show objects about as large as the whole scene does
+    # at 96 px, where the student is evaluated.
+    size=96,
+    sizes=((0, 64),),
+    crop_scale=(0.15, 1.0),
+    hflip=0.5,
+    epochs=6,
+    batch=24,
+    lr_batch=24,
+)
+PUBLISHED = dict(geometry="published", outside="uniform")
+
+RECIPES = table(
+    "The quickstart's student with token labels on photo scenes of 60 classes (densefeed photos).",
+    quickstart.RECIPES["quickstart_token_label"],
+    data="--loader ffcv --data photos/train.beton --val photos/val.beton",
+    photos_token_label=(STUDENT,),
+)
+RECIPES |= table(
+    "The student on photo scenes with MixToken, the published label geometry, or other labels.",
+    RECIPES["photos_token_label"],
+    data="--loader ffcv --data photos/train.beton --val photos/val.beton",
+    photos_token_label_published=(PUBLISHED,),
+    photos_token_label_mixtoken=(dict(mixtoken=True),),
+    photos_token_label_mixtoken_published=(dict(mixtoken=True) | PUBLISHED,),
+    photos_relabel=(dict(objective="relabel"), "One dense label per crop (arXiv 2101.05022)."),
+    photos_relabel_published=(dict(objective="relabel") | PUBLISHED,),
+    photos_ce=(dict(objective="ce"), "Image labels only."),
+)

@@ -1,0 +1,187 @@
+"""Train students on photo scenes with the labels of an ImageNet teacher, and write a report.
+
+    densefeed photos --out photos
+
+`make photos` runs this. It composes scenes of photographic cut-outs with true masks (densefeed
+photo-scenes), labels every cell of every training scene with EfficientNet-Lite2, which ImageNet
+trained, packs images and score maps, trains students that differ only in their supervision, and
+writes a report. All seeds share the scenes and the labels.
+
+Two numbers describe a student: top-1 on validation scenes, of the same cut-outs on other
+backgrounds, and on held-out scenes, whose label is the group of a cut-out that no training scene
+shows, as bird; there the student's classes are merged into their groups.
+
+Each step is a command that you can type yourself, and is printed before it runs. Finished steps are
+kept, so a second call is quick and an interrupted one continues; remove the folder to start over.
+"""
+
+if not __package__:
+    import script_start  # noqa: F401
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.table import Table
+
+from densefeed.recipes import RECIPES
+from densefeed.recipes.flow import AGAIN, FlowOptions, format_spread, run_step, train_model
+from densefeed.storage.scenes import BOXES
+from densefeed.system.errors import UserError, make_command
+from densefeed.system.json_files import check_number, read_json
+from densefeed.system.options import Count, NonNegativeInt
+from densefeed.system.terminal import print, print_table
+
+TEACHER = "densefeed.models.efficientnet_lite:lite2"
+# With 10 x 10 cells for scenes of 320 x 240 pixels.
+TEACHER_SIZE = 320
+STUDENTS = {
+    "ce": "the image labels",
+    "relabel": "the dense label of each crop",
+    "relabel-published": "the dense label of each crop, read at the published coordinates",
+    "token-label": "a dense label on every token",
+    "token-label-published": "a dense label on every token, read at the published coordinates",
+    "token-label-mixtoken": "a dense label on every token, and MixToken",
+    "token-label-mixtoken-published": "the same, read at the published coordinates",
+}
+USUAL = "ce", "relabel", "token-label-published", "token-label"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Photos(FlowOptions):
+    """The size of the flow."""
+
+    train: Count = 3600  # training scenes, at least 60
+    val: Count = 1500  # validation scenes, at least 60
+    held_out: Count = 600  # scenes of held-out cut-outs, at least 9
+    scenes_seed: NonNegativeInt = 0  # seed of the scenes
+    # folder for everything; several seeds have a folder runs/seed-N each, and give mean and
+    # standard deviation
+    out: Path = Path("photos")
+    # students to train, by the names of their recipes photos_..., e.g. also token-label-mixtoken
+    students: tuple[str, ...] = USUAL
+    # folder of the cut-outs' packages, see densefeed photo-scenes
+    cache: Path | None = None
+
+
+class Score(NamedTuple):
+    """A finished student."""
+
+    top1: float  # on the validation scenes, 0 to 1
+    held_out: float  # on the held-out scenes, by groups
+    seconds: float  # of its training
+
+
+def main(options: Photos) -> None:
+    """Run the flow and print the summary."""
+    for name in options.students:
+        if recipe_name(name) not in RECIPES:
+            raise UserError(
+                f"--students {name}: unknown student; choose from {', '.join(STUDENTS)}"
+            )
+    scenes, packed, val = prepare_scenes(options)
+    scores: dict[str, list[Score]] = {name: [] for name in options.students}
+    for seed in options.seeds:
+        runs = options.out / "runs"
+        if len(options.seeds) > 1:
+            runs /= f"seed-{seed}"
+        for name in options.students:
+            scores[name].append(
+                train_student(runs / name, name, scenes, packed, val, seed, options)
+            )
+    report = options.out / "report.html"
+    # Those of the last seed.
+    folders = [runs / name for name in options.students]
+    purpose = "Write the report: results, correct labels, and what the students saw"
+    run_step(report, purpose, "report", *folders, boxes=scenes / BOXES, out=report)
+    print()
+    print_table(show_scores(scores, len(options.seeds)))
+    # Not by rich, which reads markup and names of emoji in a path.
+    print(f"Open the report in a browser: {report}")
+
+
+def prepare_scenes(options: Photos) -> tuple[Path, Path, Path]:
+    """Make scenes, labels and packed files; return scenes, training and validation set."""
+    scenes, maps = options.out / "scenes", options.out / "maps.h5"
+    packed, val = options.out / "train.beton", options.out / "val.beton"
+    run_step(
+        scenes,
+        "Compose scenes: one large cut-out, which is the image label, and small ones of others",
+        "photo-scenes",
+        out=scenes,
+        train=options.train,
+        val=options.val,
+        held_out=options.held_out,
+        seed=options.scenes_seed,
+        cache=options.cache,
+    )
+    run_step(
+        maps,
+        "Label every cell of every training scene with the teacher: the score maps",
+        "label",
+        data=scenes,
+        teacher=TEACHER,
+        input_size=TEACHER_SIZE,
+        class_map=scenes / "class_map.csv",
+        top_k=5,
+        out=maps,
+    )
+    purpose = "Pack the training scenes and their score maps into one file"
+    run_step(packed, purpose, "pack", data=scenes, maps=maps, out=packed)
+    run_step(val, "Pack the validation scenes", "pack", data=scenes, split="val", out=val)
+    return scenes, packed, val
+
+
+def train_student(
+    out: Path, name: str, scenes: Path, packed: Path, val: Path, seed: int, options: Photos
+) -> Score:
+    """Train a student, unless it is finished, and evaluate it on the held-out scenes."""
+    purpose = f"Train the student {name} on {STUDENTS.get(name, 'the labels of its recipe')}"
+    data = {"loader": "ffcv", "data": packed, "val": val}
+    train_model(out, purpose, (recipe_name(name),), data, seed, options)
+    held_out = out / "held-out.json"
+    run_step(
+        held_out,
+        f"Evaluate {name} on the held-out scenes, its classes merged into groups",
+        "validate",
+        out,
+        data=scenes / "held-out",
+        class_map=scenes / "held_out_map.csv",
+        json=held_out,
+    )
+    result = read_numbers(out / "result.json", "top1", "seconds")
+    return Score(result["top1"], read_numbers(held_out, "top1")["top1"], result["seconds"])
+
+
+def read_numbers(path: Path, *keys: str) -> dict[str, float]:
+    """Return numbers of a JSON file; UserError if it is damaged. Shares are 0 to 1."""
+    remedy = f"remove it, and {AGAIN}"
+    found = read_json(path, remedy)
+    for key in keys:
+        check_number(path, key, found.get(key), 1 if key == "top1" else float("inf"), remedy)
+    return found
+
+
+def recipe_name(student: str) -> str:
+    """Return the name of a student's recipe."""
+    return f"photos_{student.replace('-', '_')}"
+
+
+def show_scores(scores: dict[str, list[Score]], seeds: int) -> Table:
+    """Return the table of the students' accuracies and times."""
+    title = f"Accuracy of the students (lvvit_micro), {seeds} seed{'s' * (seeds > 1)}"
+    found = Table("trained on", title=title, title_justify="left")
+    for head in ("validation scenes", "held-out scenes", "time"):
+        found.add_column(head, justify="right")
+    for name, runs in scores.items():
+        top1, held_out = (format_spread([run[at] for run in runs]) for at in (0, 1))
+        seconds = sum(run.seconds for run in runs) / len(runs)
+        found.add_row(name, top1, held_out, f"{seconds:.0f} s")
+    return found
+
+
+command = make_command(main, Photos, __doc__)
+
+
+if __name__ == "__main__":
+    command()

@@ -95,6 +95,9 @@ class ParquetFile(NamedTuple):
         import pyarrow.parquet as pq
 
         size, rows = count_bytes(self, number), self.metadata.row_group(number).num_rows
+        # pyarrow writes a wrong place of the pages of a row group without rows.
+        if not rows:
+            return
         # Every row may name an entry of a dictionary that has nearly all of these bytes.
         at_once = max(1, rows if whole else min(rows, BATCH // max(1, size)))
         most = max(size, self.file.state[0]) + SPARE

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from densefeed.storage.parquet_pages import CheckedFile, count_page_bytes
+from densefeed.storage.parquet_pages import CheckedFile, read_pages
 from densefeed.storage.shard_file import ShardFile, find_state, open_shard
 from densefeed.system.errors import UserError, first_line
 from densefeed.system.files import MOST_PATH
@@ -105,10 +105,16 @@ class ParquetFile(NamedTuple):
 
         def check(content: bytes) -> None:
             # One page beyond a row each is a dictionary, and one may be without rows.
-            if (stored := count_page_bytes(content, rows + 2)) > size:
+            pages = read_pages(content, rows + 2)
+            if pages.size > size:
                 raise UserError(
                     f"{self.path}: row group {number} has {size:,} bytes by its footer, and the "
-                    f"pages of {column} {stored:,}; write the file again"
+                    f"pages of {column} {pages.size:,}; write the file again"
+                )
+            if pages.delta:
+                raise UserError(
+                    f"{self.path}: {column} has the encoding {pages.delta}, whose size cannot be "
+                    "bounded before it is decoded; write the file again without it"
                 )
 
         try:

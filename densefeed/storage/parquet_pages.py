@@ -4,21 +4,20 @@ The footer states how many bytes a row group takes when it is decompressed. pyar
 that with the header of each page, which states how many it allocates: a page of gigabytes of zeros
 compresses to some kilobytes. A header is the struct PageHeader of parquet.thrift, in Thrift's
 compact protocol.
-
-The counts within pages of DELTA_LENGTH_BYTE_ARRAY and DELTA_BYTE_ARRAY are not compared: pyarrow
-takes 4 bytes for each value that they state.
 """
 
 from collections.abc import Callable
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 # Types of Thrift's compact protocol. A header has no list, set or map.
 STOP, I16, I32, I64, BINARY, STRUCT = 0, 4, 5, 6, 8, 12
 # Bytes of true, false, byte and double.
 SIZES = {1: 0, 2: 0, 3: 1, 7: 8}
-# Fields of a header, by their ids in it and in the struct within it: bytes, and the entries of a
-# dictionary.
-DECOMPRESSED, COMPRESSED, ENTRIES = (2,), (3,), (7, 1)
+# Fields of a header, by their ids in it and in the struct within it: bytes, the entries of a
+# dictionary, and the encodings of data pages of both versions.
+DECOMPRESSED, COMPRESSED, ENTRIES, ENCODINGS = (2,), (3,), (7, 1), ((5, 2), (8, 4))
+# Encodings that state a count within the page: pyarrow takes 4 bytes for each value of it.
+DELTAS = {6: "DELTA_LENGTH_BYTE_ARRAY", 7: "DELTA_BYTE_ARRAY"}
 # Entries of a dictionary. pyarrow takes 20 bytes for each, also if it is empty.
 MOST_ENTRIES = 2**22
 # Fields of a header; one with all statistics has about 30.
@@ -46,13 +45,21 @@ class CheckedFile:
         return content
 
 
-def count_page_bytes(content: bytes, most_pages: int) -> int:
-    """Return the bytes of all pages of a column chunk, decompressed, as their headers state them.
+class Pages(NamedTuple):
+    """The headers of a column chunk's pages."""
+
+    size: int  # bytes of all, decompressed
+    delta: str  # the first encoding of DELTAS, or empty
+
+
+def read_pages(content: bytes, most_pages: int) -> Pages:
+    """Read the headers of all pages of a column chunk.
 
     `content` is the whole chunk. OSError if it has more than `most_pages` pages, or a dictionary of
     more than MOST_ENTRIES, and if a header is damaged or states fewer bytes than its page has.
     """
     at = total = pages = 0
+    delta = ""
     while at < len(content):
         fields, at = read_header(content, at)
         size, compressed = fields.get(DECOMPRESSED, -1), fields.get(COMPRESSED, -1)
@@ -65,10 +72,11 @@ def count_page_bytes(content: bytes, most_pages: int) -> int:
             raise OSError("a page is truncated")
         if fields.get(ENTRIES, 0) > MOST_ENTRIES:
             raise OSError(f"a dictionary has more than {MOST_ENTRIES:,} entries")
+        delta = delta or next((DELTAS[e] for e in map(fields.get, ENCODINGS) if e in DELTAS), "")
         # Else small pages without a row would take minutes.
         if pages > most_pages:
             raise OSError("it has more pages than rows")
-    return total
+    return Pages(total, delta)
 
 
 def read_header(content: bytes, at: int) -> tuple[dict[tuple[int, ...], int], int]:

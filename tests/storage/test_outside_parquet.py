@@ -213,7 +213,7 @@ BOMBS = (
     "image.bytes with its repeated values more than",
     "column image.path holds a text of 1,048,576 characters, more than the 4,095 of a path; write",
     "5,000,000 rows in",
-    "image.bytes with its repeated values more than",
+    "image.bytes has the encoding DELTA_BYTE_ARRAY, whose size cannot be bounded",
     "column label holds a text of 1,048,576 characters",
     "column label holds a text of 1,048,576 characters",
 )

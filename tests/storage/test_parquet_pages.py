@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from densefeed.storage.images import Images
 from densefeed.storage.parquet_files import open_parquet
-from densefeed.storage.parquet_pages import count_page_bytes, read_header
+from densefeed.storage.parquet_pages import read_header, read_pages
 from densefeed.system.errors import UserError
 
 from ..shard_files import IMAGE
@@ -74,7 +74,7 @@ def test_files_of_every_codec_and_page_are_read(tmp_path, codec, version, dictio
     for chunk, content in find_chunks(path):
         headers = list(find_headers(content))
         assert len(headers) == 2 + chunk.has_dictionary_page
-        total = count_page_bytes(content, COUNT) + sum(end - at for at, end in headers)
+        total = read_pages(content, COUNT).size + sum(end - at for at, end in headers)
         assert total == chunk.total_uncompressed_size
     images = Images(tmp_path)
     assert [images.read(n) for n in range(COUNT)] == CONTENTS
@@ -108,8 +108,8 @@ def test_pyarrow_reads_a_column_chunk_by_one_call(tmp_path, monkeypatch):
     path = write_images(tmp_path / "x.parquet")
     seen = []
     monkeypatch.setattr(
-        "densefeed.storage.parquet_files.count_page_bytes",
-        lambda content, most: seen.append(content) or count_page_bytes(content, most),
+        "densefeed.storage.parquet_files.read_pages",
+        lambda content, most: seen.append(content) or read_pages(content, most),
     )
     file = open_parquet(path)
     for group, column in product(range(2), ["image.bytes", "image.path", "label"]):
@@ -191,6 +191,23 @@ def test_outside_a_page_longer_than_its_header_states_is_refused(tmp_path):
 # ------------------------------------------------------------------------- hostile headers
 
 
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+@pytest.mark.parametrize("encoding", ["DELTA_LENGTH_BYTE_ARRAY", "DELTA_BYTE_ARRAY"])
+def test_outside_encodings_that_state_a_count_within_the_page_are_refused(
+    tmp_path, encoding, version
+):
+    """By changing that count, a file of some kilobytes takes 8 GB."""
+    path = write_images(
+        tmp_path / "p/train.parquet",
+        data_page_version=version,
+        use_dictionary=False,
+        column_encoding={"image.bytes": encoding, "image.path": "PLAIN", "label": "PLAIN"},
+    )
+    images = Images(path.parent)
+    with pytest.raises(UserError, match=f"image.bytes has the encoding {encoding}, whose size"):
+        images.read(0)
+
+
 def page(size=0, compressed=0, others=b"", body=b""):
     """A page of type 0 with these sizes and the other fields of its header as bytes."""
     return b"\x15\0\x15" + varint(size) + b"\x15" + varint(compressed) + others + b"\0" + body
@@ -227,14 +244,14 @@ HOSTILE = {
 def test_hostile_headers_are_refused(what):
     content, said = HOSTILE[what]
     with pytest.raises(OSError, match=said):
-        count_page_bytes(content, 100)
+        read_pages(content, 100)
 
 
 def test_fields_that_are_not_known_are_skipped():
     """Of all types that a later version may add, and a size that is stated twice."""
     others = [b"\x13\x07", b"\x17" + bytes(8), b"\x18\x03abc", b"\x16\x10", b"\x1c\x15\x04\x11\0"]
     content = page(5, 0, b"".join(others) + b"\x05\x04" + varint(7))
-    assert count_page_bytes(content + page(1), 2) == 7 + 1
+    assert read_pages(content + page(1), 2).size == 7 + 1
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +271,7 @@ def test_outside_changed_bytes_of_headers_are_one_sentence(chunks, data):
     for place in data.draw(st.lists(st.sampled_from(places), min_size=1, max_size=4)):
         content[place] = data.draw(st.integers(0, 255))
     with suppress(OSError):
-        assert count_page_bytes(bytes(content), COUNT) >= 0
+        assert read_pages(bytes(content), COUNT).size >= 0
 
 
 # Prints the exceptions that a changed byte of a header ends in, of the file of argv[1] at the

@@ -18,11 +18,10 @@ import tyro
 from PIL import Image, TiffImagePlugin, UnidentifiedImageError
 
 from densefeed import native
-from densefeed.storage import datasets, tiff
+from densefeed.storage import datasets, samples, tiff
 from densefeed.storage.dataset_names import SPLITS, hash_images, hold_out
 from densefeed.storage.geometry import LTRB
 from densefeed.storage.parquet_files import Blocks
-from densefeed.storage.samples import to_rgb
 from densefeed.system.errors import UserError, explain_os_error
 from densefeed.system.object_url import ObjectURL
 from densefeed.system.options import Bounds, Count, Options
@@ -124,6 +123,8 @@ def open_image(file: BinaryIO) -> Image.Image:
             problem = "a TIFF that is damaged or whose kind of samples Pillow does not read"
             raise OSError(problem) from error
         raise
+    if image.format == "TIFF":
+        samples.correct_planes(image)
     # A tile is decoded as a whole, however small the image is.
     tags = image.tag_v2 if image.format == "TIFF" else {}
     tile = tags.get(TILE_WIDTH, 0) * tags.get(TILE_LENGTH, 0)
@@ -385,12 +386,12 @@ def verify_images(images: Images, name: str, threads: int) -> tuple[list[str], l
 
 
 def decode(encoded: bytes, where: str) -> Image.Image:
-    """Decode an image to RGB of 8 bits, see `to_rgb`. Use `check_jpeg` to find damage in a JPEG.
+    """Decode an image to RGB of 8 bits, see `samples.to_rgb`. Use `check_jpeg` to find damage in a JPEG.
 
     Raises UserError that names `where` if it is damaged, not an image, or of refused samples.
     """
     try:
-        return to_rgb(open_image(io.BytesIO(encoded)), where)
+        return samples.to_rgb(open_image(io.BytesIO(encoded)), where)
     # A lack of memory is not a fault of the file.
     except (MemoryError, UserError):
         raise

@@ -386,7 +386,7 @@ def verify_images(images: Images, name: str, threads: int) -> tuple[list[str], l
 
 
 def decode(encoded: bytes, where: str) -> Image.Image:
-    """Decode an image to RGB of 8 bits, see `samples.to_rgb`. Use `check_jpeg` to find damage in a JPEG.
+    """Decode an image to RGB of 8 bits, see `samples.to_rgb`. `check_jpeg` finds damage in a JPEG.
 
     Raises UserError that names `where` if it is damaged, not an image, or of refused samples.
     """

@@ -48,8 +48,8 @@ def to_rgb(image: Image.Image, where: str) -> Image.Image:
     """Load an image that was only opened, and convert it to RGB. Alpha is dropped.
 
     Gray samples of 9 to 16 bits become `255 * value / (2**bits - 1)`, rounded to nearest; Pillow's
-    own conversion clips them at 255. Raises UserError that names `where` for floats, signed and 32-bit
-    samples, and exceptions of any type of Pillow.
+    own conversion clips them at 255. Raises UserError that names `where` for floats, signed and
+    32-bit samples, and exceptions of any type of Pillow.
     """
     tags = image.tag_v2 if image.format == "TIFF" else {}
     if kind := name_unscalable(image.mode, tags):

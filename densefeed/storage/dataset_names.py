@@ -26,11 +26,15 @@ SPLITS = (("train", "training"), ("val", "valid", "validation", "eval", "evaluat
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 # Stores and batches hold the class ids of score maps in uint16.
 MOST_CLASSES = 65_535
-# Names that systems put into folders, as a whole: those of macOS, Synology, QNAP, Windows and fsck,
-# and all hidden ones (.ipynb_checkpoints, .Trash-0, .thumbnails, ._x.jpg).
+# Names that systems and tools put into folders, as a whole: those of macOS and its shares,
+# Synology, QNAP, NetApp, Windows, fsck and Python, and all hidden ones (.ipynb_checkpoints,
+# .Trash-0, .thumbnails, .AppleDouble, .git, .dvc, ._x.jpg). Not RECYCLER of Windows XP, which may
+# be a class.
 SYSTEM = re.compile(
-    r"(?:^|/)(\.(?!\.?(?:/|$))[^/]*|__MACOSX|@eaDir|@tmp|#recycle|#snapshot|@Recycle|"
-    r"@Recently-Snapshot|\$RECYCLE\.BIN|System Volume Information|lost\+found)(?:/|$)",
+    r"(?:^|/)(\.(?!\.?(?:/|$))[^/]*|__MACOSX|Network Trash Folder|Temporary Items|"
+    r"TheVolumeSettingsFolder|TheFindByContentFolder|@eaDir|@tmp|@sharebin|#recycle|#snapshot|"
+    r"~snapshot|@Recycle|@Recently-Snapshot|\$RECYCLE\.BIN|System Volume Information|"
+    r"found\.\d{3}|lost\+found|__pycache__)(?:/|$)",
     re.IGNORECASE,
 )
 # Kinds of files, or classes, that a message lists, and characters of each kind.

@@ -34,6 +34,7 @@ from densefeed.models.model_spec import (
     is_registered,
 )
 from densefeed.models.t2t import T2TViT
+from densefeed.storage.dataset_names import list_some
 from densefeed.storage.geometry import LEAST_CROP
 from densefeed.storage.torch_files import TorchFileError, check_torch_file
 from densefeed.system.channels import CHANNEL_RANGES
@@ -515,6 +516,14 @@ def match_heads(
     unnamed = [str(number) for number in range(len(class_names))]
     if names and unnamed not in (names, class_names):
         return weights, True, ""
+    if names and get_heads(weights, model):
+        print(
+            f"warning: the classes of the head ({list_some(names)}) have other names than those of "
+            f"the data ({list_some(class_names)}) and are matched by their order; if they are "
+            "other classes, the head begins with weights that mean nothing here",
+            file=sys.stderr,
+            flush=True,
+        )
     return weights, False, "classes of its head matched with those of the data by their order"
 
 

@@ -124,7 +124,9 @@ def test_outside_other_images_of_the_same_names_are_refused(stores, folder, tmp_
 
     files[images.paths[3]] += bytes(1)
     tar = write_tar(tmp_path / "others/train.tar", list(files.items()))
-    with pytest.raises(UserError, match="but its files have other sizes than the labeled ones: .*; l"):
+    with pytest.raises(
+        UserError, match=r"but its files have other sizes than the labeled ones: .*; l"
+    ):
         select(stores["raw"], Images(tar.parent), out)
     assert not out.exists()
 

@@ -39,6 +39,7 @@ from densefeed.storage.geometry import LEAST_CROP
 from densefeed.storage.torch_files import TorchFileError, check_torch_file
 from densefeed.system.channels import CHANNEL_RANGES
 from densefeed.system.errors import UserError, explain_os_error, first_line, is_out_of_memory
+from densefeed.system.file_kinds import name_kind
 from densefeed.system.files import open_regular
 from densefeed.system.json_files import is_number, read_json
 from densefeed.system.terminal import print
@@ -121,6 +122,10 @@ def load(path: Path) -> dict:
         # Errors of the system name the file and have a remedy.
         if isinstance(error, OSError) and error.filename:
             raise CheckpointError(explain_os_error(error)) from None
+        if kind := name_other_kind(path):
+            raise CheckpointError(
+                f"{path} is {kind}, and not a checkpoint; give a checkpoint or a run folder"
+            ) from error
         readable = isinstance(error, TorchFileError | SafetensorError | OSError)
         why = error if readable else type(error).__name__
         what = f"is not a checkpoint that loads safely ({why})"
@@ -129,6 +134,12 @@ def load(path: Path) -> dict:
         what = f"a {type(checkpoint).__name__} instead of a dictionary of weights"
         raise CheckpointError(f"{path} holds {what}; choose another file")
     return checkpoint
+
+
+def name_other_kind(path: Path) -> str:
+    """Name the kind of a file that is no checkpoint; empty for a damaged checkpoint."""
+    kind = name_kind(path)
+    return "" if "checkpoint" in kind or kind == "a safetensors file" else kind
 
 
 def read_exported(path: Path) -> dict:

@@ -34,10 +34,12 @@ from densefeed.models.model_spec import (
     is_registered,
 )
 from densefeed.models.t2t import T2TViT
+from densefeed.storage.dataset_names import list_some
 from densefeed.storage.geometry import LEAST_CROP
 from densefeed.storage.torch_files import TorchFileError, check_torch_file
 from densefeed.system.channels import CHANNEL_RANGES
 from densefeed.system.errors import UserError, explain_os_error, first_line, is_out_of_memory
+from densefeed.system.file_kinds import name_kind
 from densefeed.system.files import open_regular
 from densefeed.system.json_files import is_number, read_json
 from densefeed.system.terminal import escape_controls, print
@@ -123,6 +125,10 @@ def load(path: Path) -> dict:
         # Errors of the system name the file and have a remedy.
         if isinstance(error, OSError) and error.filename:
             raise CheckpointError(explain_os_error(error)) from None
+        if kind := name_other_kind(path):
+            raise CheckpointError(
+                f"{path} is {kind}, and not a checkpoint; give a checkpoint or a run folder"
+            ) from error
         readable = isinstance(error, TorchFileError | SafetensorError | OSError)
         why = error if readable else type(error).__name__
         what = f"is not a checkpoint that loads safely ({why})"
@@ -131,6 +137,12 @@ def load(path: Path) -> dict:
         what = f"a {type(checkpoint).__name__} instead of a dictionary of weights"
         raise CheckpointError(f"{path} holds {what}; choose another file")
     return checkpoint
+
+
+def name_other_kind(path: Path) -> str:
+    """Name the kind of a file that is no checkpoint; empty for a damaged checkpoint."""
+    kind = name_kind(path)
+    return "" if "checkpoint" in kind or kind == "a safetensors file" else kind
 
 
 def read_exported(path: Path) -> dict:
@@ -595,6 +607,14 @@ def match_heads(
     unnamed = [str(number) for number in range(len(class_names))]
     if names and unnamed not in (names, class_names):
         return weights, True, ""
+    if names and get_heads(weights, model):
+        print(
+            f"warning: the classes of the head ({list_some(names)}) have other names than those of "
+            f"the data ({list_some(class_names)}) and are matched by their order; if they are "
+            "other classes, the head begins with weights that mean nothing here",
+            file=sys.stderr,
+            flush=True,
+        )
     return weights, False, "classes of its head matched with those of the data by their order"
 
 

@@ -27,7 +27,7 @@ from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.system.devices import send
 from densefeed.system.errors import UserError, first_line
-from densefeed.system.options import Bounds, NonNegative, Options, leaves, parse_arguments
+from densefeed.system.options import Bounds, NonNegative, Options, parse_arguments
 
 # N images   T tokens   D width   K classes   Y, X rows and columns of the agent's map
 
@@ -237,8 +237,6 @@ class BootstrapOptions(Options):
     align: Align = "global"
 
     def unused(self) -> dict[str, str]:
-        if self.mode == "none":
-            return {name: "--bootstrap" for name, _ in leaves(self) if name != "bootstrap"}
         found = {} if self.mode == "shared" else {"align": "--bootstrap shared"}
         if not self.distill_weight:
             found["distill_temperature"] = "--distill-weight"

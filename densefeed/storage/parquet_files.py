@@ -22,7 +22,7 @@ import numpy as np
 
 from densefeed.storage.parquet_pages import CheckedFile, read_pages
 from densefeed.storage.shard_file import ShardFile, find_state, open_shard
-from densefeed.system.errors import UserError, first_line
+from densefeed.system.errors import UserError, first_line, install_extra
 from densefeed.system.files import MOST_PATH
 from densefeed.system.object_url import ObjectURL
 
@@ -252,7 +252,7 @@ def open_parquet(path: Path | ObjectURL) -> ParquetFile:
         import pyarrow.parquet as pq
     except ImportError as error:
         raise UserError(
-            f'{path} needs pyarrow ({first_line(error)}); pip install "densefeed[parquet]"'
+            f"{path} needs pyarrow ({first_line(error)}); {install_extra('parquet')}"
         ) from error
     try:
         with open_shard(path) as file:

@@ -45,7 +45,7 @@ import tyro
 # timm's own writer of config.json; its public function, push_to_hf_hub, uploads.
 from timm.models._hub import save_config_for_hf
 
-from densefeed.system.errors import BusyError, UserError, first_line, make_command
+from densefeed.system.errors import BusyError, UserError, first_line, install_extra, make_command
 from densefeed.system.files import (
     check_regular,
     check_utf8,
@@ -142,9 +142,7 @@ def check_onnx_packages() -> None:
     """Raise UserError if a package that ONNX export needs is missing."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(
-            f"--format onnx needs {', '.join(missing)}; run `pip install {' '.join(missing)}`"
-        )
+        raise UserError(f"--format onnx needs {', '.join(missing)}; {install_extra('export')}")
 
 
 def write_onnx(trained: Trained, path: Path) -> None:

@@ -24,7 +24,7 @@ from numpy.random import Generator, default_rng
 from PIL import Image
 
 from densefeed.storage.images import decode
-from densefeed.system.errors import make_command
+from densefeed.system.errors import UserError, first_line, install_extra, make_command
 from densefeed.system.files import create_folder
 from densefeed.system.options import Bounds, NonNegativeInt, Options
 from densefeed.system.progress import bar
@@ -65,7 +65,7 @@ def main(scenes: Scenes) -> None:
 
 def write_scenes(scenes: Scenes, folder: Path) -> dict[str, list[dict]]:
     """Write the images; return the digits of each, by its path in the folder."""
-    photographs, scans = load_photographs(), load_scans()
+    scans, photographs = load_scans(), load_photographs()
     boxes = {}
     for split, count in (("train", scenes.train), ("val", scenes.val)):
         for label in range(10):
@@ -96,7 +96,14 @@ def load_photographs() -> list[Image.Image]:
 
 def load_scans() -> dict[str, list[np.ndarray]]:
     """Return the scans of each split, by class: opacity in [0, 1], `[n, 8, 8]`."""
-    from sklearn.datasets import load_digits
+    try:
+        import skimage  # noqa: F401
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise UserError(
+            f"the scenes need scikit-learn and scikit-image ({first_line(error)}); "
+            f"{install_extra('demo')}"
+        ) from error
 
     digits = load_digits()
     # The scans have 17 levels, 0 to 16.

@@ -143,19 +143,21 @@ def match_classes(
     )
 
 
-def warn_of_numbers(match: Match, data: list[str], trained: Trained, path: Path) -> None:
-    """Warn if classes match by number and may be others: not as many, or with names in the model.
+def warn_of_others(match: Match, data: list[str], trained: Trained, path: Path) -> None:
+    """Warn if classes match by number or order, not by name, and may be others.
 
-    The 1,000 classes of ImageNet-V2 are numbers too.
+    By number they may be if they are not as many, or if the model has names; the 1,000 classes of
+    ImageNet-V2 are numbers too. By order they may be if the model has names, which then differ.
     """
     names, count = trained.class_names, trained.model.num_classes
     others = len(data) != count or (names and not imagenet_names(trained.model))
-    if match.by == "number" and others:
+    if match.by != "name" and others:
+        why = "have numbers for names" if match.by == "number" else "have other names"
         first = f", as {data[0]} with {names[match.columns[0]]!r}" if names else ""
         print(
-            f"warning: the {len(data):,} classes of {path} have numbers for names and were matched "
-            f"by number with the {count:,} of the model{first}; if these are other classes, the "
-            "accuracy is meaningless",
+            f"warning: the {len(data):,} classes of {path} {why} and were matched by {match.by} "
+            f"with the {count:,} of the model{first}; if these are other classes, the accuracy is "
+            "meaningless",
             file=sys.stderr,
             flush=True,
         )
@@ -393,7 +395,7 @@ def main(options: Validation) -> dict:
     with closing(make_loader(source, plan, options.threads, "raise", False, device)) as loader:
         stand_in = imagenet_names(model)
         match = match_classes(source.class_names, trained.class_names, model.num_classes, stand_in)
-        warn_of_numbers(match, source.class_names, trained, options.data)
+        warn_of_others(match, source.class_names, trained, options.data)
         real = open_real(options.real, source, options.data) if options.real else None
         model.to(device, memory_format=torch.channels_last)
         normalize = Normalize(trained.mean, trained.std).to(device)

@@ -350,13 +350,16 @@ def test_outside_a_head_of_as_many_other_classes_is_new(tmp_path):
 
 
 @pytest.mark.parametrize("stated", [{}, {"class_names": ["0", "1", "2"]}])
-def test_outside_a_head_without_names_is_said_to_go_by_order(tmp_path, stated):
+def test_outside_a_head_without_names_is_said_to_go_by_order(tmp_path, stated, capsys):
     source = build_random(num_classes=3)
     path = save({"model": source.state_dict()} | stated, tmp_path / "file.pt")
     model = timm.create_model("lvvit_micro", num_classes=3)
     line = checkpoints.initialize(model, path, ["ant", "bee", "cat"])
     assert line.endswith("; classes of its head matched with those of the data by their order")
     assert torch.equal(model.head.weight, source.head.weight)
+    # Numbers are names too, those of a set of digits.
+    differ = "the head (0, 1, 2) have other names than those of the data (ant, bee, cat)"
+    assert (differ in capsys.readouterr().err) == bool(stated)
 
 
 def test_a_head_that_only_the_file_or_the_model_has(tmp_path):

@@ -63,6 +63,15 @@ def test_all_classes_are_kept_of_a_teacher_that_has_fewer_than_top_k(folder, tmp
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("tta_views", [1, 4])
+def test_outside_a_size_that_the_patch_does_not_divide_is_refused(folder, tmp_path, tta_views):
+    """It was a traceback, also in a dry run."""
+    ours = timm.create_model("lvvit_micro", num_classes=2)
+    scorer = Teacher(ours, 65, "squash", CONFIG, name="ours", tta_views=tta_views)
+    with pytest.raises(UserError, match=r"ours does not take .* of patch_size 8, such as 64 or 72"):
+        label_images(Images(folder, split="train"), scorer, "ours", tmp_path / "x.h5", **options())
+
+
 def normalize(pixels: np.ndarray) -> torch.Tensor:
     """The network's input of rendered pictures."""
     x_NCHW = torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255

@@ -582,5 +582,5 @@ def test_a_damaged_or_changed_row_group_is_an_error_of_its_images(tmp_path):
 def test_parquet_without_pyarrow_is_one_sentence(tmp_path, monkeypatch):
     write_parquet(tmp_path / "x.parquet", [("a", JPEG, 0)], ["cat"])
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UserError, match=r'needs pyarrow .*; pip install "densefeed\[parquet\]"'):
+    with pytest.raises(UserError, match=r'needs pyarrow .*; run `pip install "\.\[parquet\]"`'):
         Images(tmp_path)

@@ -361,7 +361,7 @@ def test_missing_packages_are_named_with_the_command_that_installs_them(
         lambda name: None if name in ("onnx", "onnxruntime") else find(name),
     )
     with pytest.raises(
-        UserError, match="needs onnx, onnxruntime; run `pip install onnx onnxruntime`"
+        UserError, match=r'needs onnx, onnxruntime; run `pip install "\.\[export\]"`'
     ):
         export.main(Export(checkpoint=runs / "lvvit_micro", out=tmp_path / "out", format="onnx"))
     assert not (tmp_path / "out").exists()

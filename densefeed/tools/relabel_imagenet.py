@@ -54,7 +54,7 @@ from tyro.conf import UseAppendAction
 from densefeed.relabel.audit import print_accuracy
 from densefeed.relabel.estimates import estimate_pass
 from densefeed.relabel.labeling import Pass, begin_pass
-from densefeed.relabel.load_teacher import load_teacher
+from densefeed.relabel.load_teacher import describe_numbers, load_teacher
 from densefeed.relabel.ray_workers import Engine, run_on_ray
 from densefeed.relabel.rendering import NativeRender
 from densefeed.relabel.scoring import Compile, Precision, choose_compile
@@ -210,6 +210,11 @@ def begin(labeling: Labeling, shows: bool) -> Pass:
         f"{images.root}"
         for network in teacher.networks
         if network.by_order
+    ]
+    caveats += [
+        describe_numbers(images.root, network.name, network.by_number)
+        for network in teacher.networks
+        if network.by_number
     ]
     for caveat in caveats if shows else ():
         print(f"note: {caveat}")

@@ -457,6 +457,21 @@ def test_outside_a_teacher_without_class_names_is_said_to_go_by_order(settings, 
     assert "matched by order" not in capsys.readouterr().out
 
 
+def test_outside_data_with_numbers_for_names_is_said_to_go_by_number(settings, tmp_path, capsys):
+    for number, folder in enumerate(sorted(Path(settings.data).iterdir())):
+        folder.rename(folder.with_name(str(number)))
+    count = len(Images(settings.data).class_names)
+    names = [f"thing {n}" for n in range(count)]
+    (tmp_path / "config.json").write_text(json.dumps({"label_names": names}))
+    named = tmp_path / "model.safetensors"
+    (tmp_path / "teacher.safetensors").rename(named)
+    relabel_imagenet.main(replace(settings, teacher=(str(named),), dry_run=True))
+    assert (
+        f"note: {settings.data} has numbers for names of classes; they are matched by number with "
+        f"those of {named} by number"
+    ) in capsys.readouterr().out.replace("\n", " ")
+
+
 @pytest.mark.parametrize(("mode", "want"), [("auto", False), ("never", False), ("whole", True)])
 def test_the_command_compiles_as_its_option_says(settings, monkeypatch, mode, want):
     """On a CPU; what `auto` means on a GPU is tested beside `choose_compile`."""

@@ -183,6 +183,26 @@ def test_outside_names_beside_weights_put_classes_in_the_order_of_the_data(here,
             score(source, ["1", "2", "11"])
 
 
+def test_outside_data_with_numbers_for_names_is_matched_by_number(here, ordered):
+    """As densefeed validate does; numbers that are no count of classes are names of folders."""
+    plain = score("plain.pt", ["1", "2", "10"])[0]
+    (here / "config.json").write_text(json.dumps({"label_names": ["cat", "dog", "owl"]}))
+    for names, columns in ((["0", "1", "2"], [0, 1, 2]), (["1", "0"], [1, 0])):
+        teacher, name = load_teacher(
+            ["model.safetensors"], ["test_resnet"], (64,), (), names, "squash", 1, 1
+        )
+        network = teacher.networks[0]
+        assert network.by_number == "cat"
+        assert not network.by_order
+        assert re.fullmatch(r"model.safetensors by number [0-9a-f]{8}", name)
+        image = torch.randint(0, 256, (1, 1, 64, 64, 3), dtype=torch.uint8, generator=seeded())
+        assert torch.equal(teacher(image), plain[..., columns])
+    for names in (["0", "1", "2", "3"], ["1", "2"]):
+        with pytest.raises(UserError, match="was trained on other classes than the data") as info:
+            score("model.safetensors", names)
+        assert "classes.txt" not in str(info.value)
+
+
 def test_outside_names_that_transformers_makes_up_are_none(here, ordered):
     labels = {"id2label": {str(n): f"LABEL_{n}" for n in range(3)}}
     (here / "config.json").write_text(json.dumps(labels))

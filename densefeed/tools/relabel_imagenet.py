@@ -70,7 +70,15 @@ from densefeed.storage.shard_plan import SHARD_IMAGES
 from densefeed.system.devices import DeviceOptions, ThreadOptions, choose_rank_device, warn_busy
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.object_url import ObjectURL
-from densefeed.system.options import Bounds, Count, Location, NonNegativeInt, own_first
+from densefeed.system.options import (
+    Bounds,
+    Count,
+    Integers,
+    Location,
+    NonNegativeInt,
+    Texts,
+    own_first,
+)
 from densefeed.system.terminal import print
 
 
@@ -88,11 +96,11 @@ class Labeling(SplitOptions, DecodeOptions, ThreadOptions, DeviceOptions):
     # ensemble
     teacher: UseAppendAction[tuple[str, ...]]
     # timm's name of the model, for a checkpoint that does not contain it; once, or for each teacher
-    model: tuple[str, ...] = ()
+    model: Texts = ()
     # side of the teacher's input, pixels; once, or for each teacher
-    input_size: tuple[int, ...] = (576,)
+    input_size: Integers = (576,)
     # JSON or CSV file from the teacher's classes to those of the data; - for none
-    class_map: tuple[str, ...] = ()
+    class_map: Texts = ()
     top_k: Count = 5  # classes kept per cell; all of them if the teacher has fewer
     # part of an image that is shown: squashed, its center square (as published), padded, or tiles
     geometry: Geometry = "squash"

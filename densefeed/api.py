@@ -129,6 +129,12 @@ def open_loader(
     Raises UserError for data that cannot be opened and values that do not fit, TypeError for an
     unknown option or `score_maps` without `train`.
     """
+    if not isinstance(path, str | Path):
+        raise UserError(
+            f"open_loader takes the path of a .beton, of a pattern of such files or of a folder of "
+            f"images, and not a {type(path).__name__}; docs/guides/own-loop.md says what to do "
+            "with a Dataset of your own"
+        )
     # `path` and `train` stand for the first two; the last is for densefeed train, which holds the
     # maps.
     if foreign := {"data", "val", "maps_on_device"} & options.keys():

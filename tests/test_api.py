@@ -278,7 +278,7 @@ for module, loaders in (Hooked(), ()), (Module(), (open_loader(),)):
     lines = [line for line in done.stdout.splitlines() if line.startswith("rank")]
     ids = [literal_eval(line.split(": ")[1]) for line in lines]
     assert ids.count(["refused"]) == 2
-    assert sorted(sum((own for own in ids if own != ["refused"]), [])) == list(range(11))
+    assert sorted(n for own in ids for n in own if n != "refused") == list(range(11))
 
 
 def test_models_can_be_imported_by_name_as_those_of_timm():
@@ -364,6 +364,13 @@ def test_misspelled_words_are_refused(loader, options, message):
 def test_loaders_refuse_values_of_another_type(packed, options, message):
     with pytest.raises(densefeed.UserError, match=re.escape(message)):
         densefeed.open_loader(packed[0], **(dict(batch=4, size=32, threads=1) | options))
+
+
+def test_outside_a_dataset_of_ones_own_is_refused_with_the_page():
+    with pytest.raises(
+        densefeed.UserError, match=r"takes the path of .*not a list; docs/guides/own-loop.md"
+    ):
+        densefeed.open_loader([1, 2], batch=2)
 
 
 def test_loaders_take_the_numbers_of_numpy_and_lists(packed):

@@ -4,6 +4,7 @@ Each may have a class map.
 """
 
 import hashlib
+import logging
 import os
 import re
 import sys
@@ -193,14 +194,19 @@ def download(source: str) -> nn.Module:
             f"{source} is neither a file nor a timm model; timm.list_models(include_tags=True) "
             "lists them"
         )
+    # The hub's client warns of each of its retries, and raises many types when a download fails.
+    hub = logging.getLogger("huggingface_hub")
+    level = hub.level
+    hub.setLevel(logging.ERROR)
     try:
         return timm.create_model(source, pretrained=True)
-    # The hub's client raises many types when a download fails.
     except Exception as error:
         raise UserError(
             f"the weights of {source} cannot be downloaded ({type(error).__name__}); name a file "
             f"of them in its place, and {source} with --model, or --reference-model of an import"
         ) from error
+    finally:
+        hub.setLevel(level)
 
 
 def call_factory(source: str) -> nn.Module:

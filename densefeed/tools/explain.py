@@ -112,7 +112,8 @@ class Explanations(DecodeOptions, DeviceOptions):
     # a run folder of densefeed train, a checkpoint, or timm's name of a model with published
     # weights
     source: tyro.conf.Positional[str]
-    images: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PATH ...")]  # image files, and folders of images
+    # image files, and folders of images
+    images: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PATH ...")]
     out: Path  # the HTML file to write
     classes: Texts = ()  # names or numbers of classes to explain in every image
     # numbers from 1 of the layers whose matrix and features are shown; empty: four, evenly spaced

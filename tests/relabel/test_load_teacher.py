@@ -1,6 +1,7 @@
 """Loading teachers: a user's modules, ensembles, class maps, and messages for unusable ones."""
 
 import json
+import logging
 import re
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import timm
 import torch
 from safetensors.torch import save_file
 
-from densefeed.relabel.load_teacher import load_teacher
+from densefeed.relabel.load_teacher import download, load_teacher
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError
 
@@ -125,9 +126,6 @@ def test_other_classes_are_refused_with_the_remedy(here):
     message = r"other classes .*choose a teacher of the same classes, or pass a --class-map"
     with pytest.raises(UserError, match=message):
         load_teacher(["my_teachers:Pair"], (), (64,), (), ["dog", "cow"], "squash", 1, 1)
-    # Those of a tar without names.
-    with pytest.raises(UserError, match="or name the classes of tar or Parquet files in classes"):
-        load_teacher(["my_teachers:Pair"], (), (64,), (), ["0", "1"], "squash", 1, 1)
     (here / "same.csv").write_text("teacher,data\ncat,cat\ndog,dog\n")
     teacher, _ = load_teacher(
         ["my_teachers:Pair"], (), (64,), ["same.csv"], ["dog", "cat"], "squash", 1, 1
@@ -135,6 +133,21 @@ def test_other_classes_are_refused_with_the_remedy(here):
     plain, _ = load("my_teachers:Pair")
     image = torch.randint(0, 256, (1, 1, 64, 64, 3), dtype=torch.uint8)
     torch.testing.assert_close(teacher(image)[..., [1, 0]], plain(image))
+
+
+def test_outside_a_download_that_fails_is_one_sentence(monkeypatch, caplog):
+    """The hub's own lines, of its retries, are left out; others of its lines are not."""
+
+    def fail(*_, **__):
+        hub.warning("Retrying in 1s [Retry 1/5].")
+        raise ConnectionError
+
+    hub = logging.getLogger("huggingface_hub.utils._http")
+    monkeypatch.setattr(timm, "create_model", fail)
+    with pytest.raises(UserError, match=r"resnet18 cannot be downloaded \(ConnectionError\)"):
+        download("resnet18")
+    assert not caplog.records
+    assert hub.isEnabledFor(logging.WARNING)
 
 
 @pytest.fixture

@@ -198,7 +198,9 @@ def test_outside_an_export_does_not_replace_another(runs, tmp_path, monkeypatch,
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     if locked:
         check, calls = export.check_new, []
-        monkeypatch.setattr(export, "check_new", lambda f: calls.append(f) or calls[1:] and check(f))
+        monkeypatch.setattr(
+            export, "check_new", lambda f: calls.append(f) or (calls[1:] and check(f))
+        )
     with pytest.raises(UserError, match=r"config.json exists already; remove it or choose another"):
         export.main(Export(checkpoint=second, out=tmp_path))
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -12,7 +12,7 @@ import torch
 from densefeed.system.commands import call
 from densefeed.system.errors import UserError
 from densefeed.system.json_files import check_number, read_json
-from densefeed.system.options import Count, Options
+from densefeed.system.options import Count, Integers, Options
 from densefeed.system.terminal import print
 
 # The teacher's input when it labels: a scene's own size. At it, after training on crops that show
@@ -27,7 +27,7 @@ class FlowOptions(Options):
     """The scenes and the trainings of a flow."""
 
     # one whole flow per seed, each with its own scenes, teacher and students
-    seeds: tuple[int, ...] = (0,)
+    seeds: Integers = (0,)
     train: Count = 3000  # training scenes
     val: Count = 2000  # validation scenes; of 1000, chance alone scatters 90 % by 1 point
     epochs: int | None = None  # epochs of every training; default: those of the recipes

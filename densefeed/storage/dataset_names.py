@@ -240,6 +240,15 @@ def match_forms(names: Sequence[str], known: Sequence[str]) -> list[str]:
     return matched if clear else list(names)
 
 
+def match_numbers(names: Sequence[str], count: int) -> list[int]:
+    """Return the classes, of `count`, that names of data without class names number; else [].
+
+    Files written by stock FFCV, and shards of numbered labels, have numbers for names.
+    """
+    known = all(name.isdecimal() for name in names) and max(map(int, names), default=0) < count
+    return [int(name) for name in names] if known else []
+
+
 def describe_lookalikes(names: Iterable[str], known: Iterable[str] = ()) -> str:
     """Describe a name that differs from an earlier one, or one of `known`, in case or form only.
 

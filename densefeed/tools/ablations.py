@@ -31,6 +31,7 @@ from densefeed.recipes.digit_flow import (
     train_model,
 )
 from densefeed.system.errors import UserError, make_command
+from densefeed.system.options import Texts
 from densefeed.system.terminal import print, print_table
 
 
@@ -39,7 +40,7 @@ class Ablations(FlowOptions):
     """The rows to run."""
 
     out: Path = Path("ablations")  # folder for everything, with a folder seed-N for each seed
-    rows: tuple[str, ...] = tuple(RUNS)  # names of the rows to run
+    rows: Texts = tuple(RUNS)  # names of the rows to run
 
 
 def main(options: Ablations) -> None:

@@ -173,8 +173,9 @@ def main(packing: Packing) -> None:
         stored = writer.tags[writer.state == PACKED]
         encoded = np.nonzero(writer.tags == ENCODED)[0]
         jpegs = int((writer.modes[writer.state == PACKED] == JPEG).sum())
-    with_maps, size = " with score maps" if store else "", packing.out.stat().st_size
-    print(f"{packing.out}: {len(stored):,} images{with_maps}, {size / 2**20:,.1f} MiB")
+    with_maps, blocks = " with score maps" if store else "", packing.out.stat().st_blocks
+    # Pages of 8 MiB and their alignment leave holes, which take no space: units of 512 bytes.
+    print(f"{packing.out}: {len(stored):,} images{with_maps}, {512 * blocks / 2**20:,.1f} MiB")
     if pixels := (stored == PIXELS).sum():
         print(
             f"stored as raw pixels: {pixels:,} images that are not JPEGs "

@@ -56,7 +56,12 @@ from densefeed.pipelines.loader import Source, ThreadedLoader
 from densefeed.pipelines.open import BUILTIN, LOADERS, Filter, choose_loader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.storage.beton import is_beton
-from densefeed.storage.dataset_names import describe_lookalikes, list_some, match_forms
+from densefeed.storage.dataset_names import (
+    describe_lookalikes,
+    list_some,
+    match_forms,
+    match_numbers,
+)
 from densefeed.storage.geometry import LEAST_CROP
 from densefeed.storage.images import DecodeOptions, limit_pixels
 from densefeed.system.devices import DeviceOptions, ThreadOptions, choose_device, synchronize
@@ -127,8 +132,8 @@ def match_classes(
         found = match_forms(data, names)
         if names and set(found) <= set(place):
             return Match([place[name] for name in found], "name")
-    if all(name.isdecimal() for name in data) and max(map(int, data)) < num_classes:
-        return Match([int(name) for name in data], "number")
+    if numbers := match_numbers(data, num_classes):
+        return Match(numbers, "number")
     if unnamed and not stand_in and len(data) == num_classes:
         return Match(list(range(num_classes)), "order")
     known = stand_in if unnamed else model

@@ -350,6 +350,18 @@ def test_bad_lists_are_refused_by_name(domain, text, said):
         Images(domain, f"list/{file}")
 
 
+def test_outside_a_list_below_data_is_named_with_the_path_to_give(domain, monkeypatch):
+    """The path of a list is relative to the working directory."""
+    (domain / "own.txt").write_text(f"{AIRPLANE} 1\n")
+    monkeypatch.chdir(domain.parent)
+    root = domain.relative_to(domain.parent)
+    with pytest.raises(UserError, match=rf"not in the working .* give list/{root}/own.txt$"):
+        Images(root, "list/own.txt")
+    assert len(Images(root, f"list/{root}/own.txt")) == 1
+    with pytest.raises(UserError, match=r"neither.txt: there is no such file"):
+        Images(root, "list/neither.txt")
+
+
 def test_a_split_without_labels_beside_one_with_them_is_refused(domain):
     (domain / "a_train.txt").write_text(f"{AIRPLANE} 1\n")
     (domain / "a_test.txt").write_text(f"{AIRPLANE}\n")

@@ -465,6 +465,13 @@ def test_a_terminated_run_prints_how_to_continue(many, tmp_path, command):
     assert (tmp_path / "x.beton").read_bytes() == want
 
 
+def test_outside_the_size_that_is_printed_is_that_on_the_disk(folder, tmp_path, capsys):
+    """11 small images, where FFCV's pages have 8 MiB each."""
+    main(Packing(data=folder, out=tmp_path / "x.beton"))
+    size = float(re.search(r"images, ([\d.]+) MiB", capsys.readouterr().out)[1])
+    assert size < 1
+
+
 def test_images_that_changed_since_are_found(many, tmp_path):
     """Names, labels and sizes are equal; only preparing packed images again shows the change."""
     root = shutil.copytree(many[0], tmp_path / "images")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from timm.utils import unwrap_model
 from torch import nn
 
@@ -34,13 +35,15 @@ class Loader:
         score_maps: specification of the score maps, None for a dataset without.
     """
 
-    def __init__(self, data: DataOptions, mode: Mode, **how: int) -> None:
+    def __init__(
+        self, data: DataOptions, mode: Mode, *, ranks_are_given: bool = True, **how: int
+    ) -> None:
         self.data, self._loader = data, open_dataset(data, mode, **how)
         self.path, _ = data.locate(mode)
         self.plan, self.score_maps = self._loader.plan, self._loader.score_maps
         self.num_classes, self.class_names = self._loader.num_classes, self._loader.class_names
         self.source, self.prepares = self._loader.source, self._loader.prepares
-        self._next_epoch = 0
+        self._next_epoch, self._ranks_are_given = 0, ranks_are_given
 
     def __len__(self) -> int:
         """Number of batches per epoch."""
@@ -53,9 +56,19 @@ class Loader:
 
         `image` is uint8 `[N, H, W, 3]`; the last batch is padded with samples of weight 0.
         `prepare` is for Step. Raises
-        UserError, which names the sample, for one that cannot be read, TypeError for a number that
-        is not whole, ValueError for a negative epoch or a `start` beyond the last batch.
+        UserError, which names the sample, for one that cannot be read, and for a loader that was
+        opened without `ranks` before the process group; TypeError for a number that is not whole,
+        ValueError for a negative epoch or a `start` beyond the last batch.
         """
+        world = find_group()[1]
+        if not self._ranks_are_given and 1 < world != self.plan.ranks:
+            raise UserError(
+                f"{self.path} was opened for {self.plan.ranks} "
+                f"rank{'s' if self.plan.ranks > 1 else ''} and torch.distributed has {world}, each "
+                "of which would get the same batches; open the loader where the process group "
+                "exists (with Lightning in the hooks train_dataloader and val_dataloader), or pass "
+                "rank and ranks to open_loader"
+            )
         epoch, start = index(epoch), index(start)
         if epoch < 0 or not 0 <= start <= len(self):
             raise ValueError(
@@ -90,8 +103,8 @@ def open_loader(
     score_maps: str | Path | None = None,
     cache: str | Path | None = None,
     train: bool = True,
-    rank: int = 0,
-    ranks: int = 1,
+    rank: int | None = None,
+    ranks: int | None = None,
     **options: Any,
 ) -> Loader:
     """Open a training set, or a validation set with `train=False`.
@@ -108,12 +121,20 @@ def open_loader(
             disk or in object storage.
         cache: folder of the local copies of data in object storage.
         train: random-resized crops in random order; else center crops, each image once, in order.
-        rank, ranks: this process and the number of processes, which share every batch.
+        rank, ranks: this process and the number of processes, which share every batch; by default
+            those of torch.distributed where it is initialized, else 0 and 1. `rank=0, ranks=1`
+            gives a process all rows, e.g. to validate on one rank alone.
         options: other options of the section `data`, e.g. threads, crop_scale, hflip, loader.
 
     Raises UserError for data that cannot be opened and values that do not fit, TypeError for an
     unknown option or `score_maps` without `train`.
     """
+    if not isinstance(path, str | Path):
+        raise UserError(
+            f"open_loader takes the path of a .beton, of a pattern of such files or of a folder of "
+            f"images, and not a {type(path).__name__}; docs/guides/own-loop.md says what to do "
+            "with a Dataset of your own"
+        )
     # `path` and `train` stand for the first two; the last is for densefeed train, which holds the
     # maps.
     if foreign := {"data", "val", "maps_on_device"} & options.keys():
@@ -133,9 +154,23 @@ def open_loader(
         score_maps=as_location(score_maps) if score_maps else None,
         cache=Path(cache) if cache else None,
     )
+    own, world = find_group()
     return Loader(
-        with_options(data, **options), mode, batch=batch, seed=seed, rank=rank, ranks=ranks
+        with_options(data, **options),
+        mode,
+        batch=batch,
+        seed=seed,
+        rank=own if rank is None else rank,
+        ranks=world if ranks is None else ranks,
+        ranks_are_given=ranks is not None,
     )
+
+
+def find_group() -> tuple[int, int]:
+    """Return the rank and the world size of torch.distributed; 0 and 1 without a process group."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
 
 
 def as_location(place: str | Path) -> Path | ObjectURL:

@@ -29,6 +29,22 @@ PATCH = 16
 LEAST_RIGHT, LEAST_CROPS = 0.5, 32
 
 
+def read_patch_size(model: nn.Module, objective: Objective) -> int:
+    """Return the pixels along a token of a model, PATCH for one that has no tokens.
+
+    UserError if the objective needs tokens and the model does not state a whole number.
+    """
+    patch = getattr(model, "patch_size", None)
+    if type(patch) is int and patch > 0:
+        return patch
+    if objective.needs_tokens:
+        raise UserError(
+            f"patch_size of {type(model).__name__} is {patch!r}, and {objective.flag} needs the "
+            "whole number of pixels along a token; set it as docs/extending.md describes"
+        )
+    return PATCH
+
+
 class PartLoss(NamedTuple):
     """A function that computes the loss of a part of a batch, float32 `[]`."""
 
@@ -93,7 +109,7 @@ class Step:
         resident = data.maps_on_device and objective.needs_score_maps
         self._resident = ResidentMaps(loader.source, self._device) if resident else None
         # A network without tokens has a grid too: the regions that a mixed image shows.
-        self._patch = getattr(first, "patch_size", PATCH)
+        self._patch = read_patch_size(first, objective)
 
     @property
     def _device(self) -> torch.device:

@@ -178,7 +178,8 @@ class DenseLabels:
             samples of the .beton.
 
     UserError if there are no score maps, or if they are not those of `data`. Pass `score_maps`, the
-    specification of the maps, to `sparse_targets`.
+    specification of the maps, to `sparse_targets`, and the targets of a grid of 1 and of the tokens
+    to `densefeed.objectives.losses.token_labeling_loss`.
     """
 
     def __init__(self, data: str, maps: str | None = None) -> None:

@@ -3,6 +3,7 @@ losses of train.py.
 """
 
 import re
+from ast import literal_eval
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -182,6 +183,104 @@ def test_inside_lightning(loader, tmp_path):
     assert len(module.losses) == 2 * len(loader)
 
 
+def test_outside_a_loader_takes_its_rank_from_the_process_group(packed, tmp_path, command):
+    """The two ranks share the images. A loader of before the group is refused, one with ranks not.
+
+    11 images, so the last of three batches has one image of padding.
+    """
+    (tmp_path / "program.py").write_text(
+        """
+import os
+import sys
+import densefeed
+import torch.distributed as dist
+
+rank = int(os.fork() == 0)
+how = dict(batch=4, size=32, threads=1, train=False)
+early = densefeed.open_loader(sys.argv[1], **how)
+whole = densefeed.open_loader(sys.argv[1], rank=0, ranks=1, **how)
+dist.init_process_group("gloo", f"file://{sys.argv[2]}", rank=rank, world_size=2)
+shared = densefeed.open_loader(sys.argv[1], **how)
+for loader in early, whole, shared:
+    try:
+        ids = [n for batch in loader for n in batch.index[batch.weight > 0].tolist()]
+    except densefeed.UserError as error:
+        ids = str(error).split("; ")
+    os.write(1, f"rank {dist.get_rank()} {ids}\\n".encode())
+dist.destroy_process_group()
+if rank == 0:
+    os.wait()
+"""
+    )
+    done = command(tmp_path / "program.py", packed[0], tmp_path / "group")
+    assert done.returncode == 0, done.stderr
+    lines = sorted(done.stdout.splitlines())
+    whole = list(range(11))
+    refusal = [
+        f"{packed[0]} was opened for 1 rank and torch.distributed has 2, each of which would get "
+        "the same batches",
+        "open the loader where the process group exists (with Lightning in the hooks "
+        "train_dataloader and val_dataloader), or pass rank and ranks to open_loader",
+    ]
+    shares = [0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10]
+    want = [f"rank {rank} {ids}" for rank in (0, 1) for ids in (refusal, whole, shares[rank])]
+    assert lines == sorted(want)
+
+
+@pytest.mark.slow
+def test_outside_lightning_with_ddp_shares_the_batches(packed, tmp_path, command):
+    """A loader of the hook is shared by the ranks; one of before fit is refused."""
+    pytest.importorskip("lightning.pytorch")
+    (tmp_path / "program.py").write_text(
+        """
+import sys
+import densefeed
+import lightning.pytorch as lightning
+import torch
+
+def open_loader():
+    return densefeed.open_loader(sys.argv[1], batch=4, size=32, threads=1, hflip=0.0)
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.ids = torch.nn.Linear(1, 1), []
+
+    def training_step(self, batch, _):
+        self.ids += batch.index[batch.weight > 0].tolist()
+        return self.layer(batch.weight[:, None]).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+class Hooked(Module):
+    def train_dataloader(self):
+        return open_loader()
+
+off = dict.fromkeys(
+    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+)
+how = dict(max_epochs=1, accelerator="cpu", devices=2, strategy="ddp", **off)
+for module, loaders in (Hooked(), ()), (Module(), (open_loader(),)):
+    trainer = lightning.Trainer(default_root_dir=sys.argv[2], **how)
+    try:
+        trainer.fit(module, *loaders)
+    except densefeed.UserError:
+        module.ids.append("refused")
+    sys.stdout.write(f"rank {trainer.global_rank}: {module.ids}\\n")
+"""
+    )
+    launcher = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2
+    environment = {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    words = tmp_path / "program.py", packed[0], tmp_path
+    done = command(*launcher, *words, environment=environment, descendants=True)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("rank")]
+    ids = [literal_eval(line.split(": ")[1]) for line in lines]
+    assert ids.count(["refused"]) == 2
+    assert sorted(n for own in ids for n in own if n != "refused") == list(range(11))
+
+
 def test_models_can_be_imported_by_name_as_those_of_timm():
     from densefeed.models import cvt, dhvt, lvvit
 
@@ -265,6 +364,13 @@ def test_misspelled_words_are_refused(loader, options, message):
 def test_loaders_refuse_values_of_another_type(packed, options, message):
     with pytest.raises(densefeed.UserError, match=re.escape(message)):
         densefeed.open_loader(packed[0], **(dict(batch=4, size=32, threads=1) | options))
+
+
+def test_outside_a_dataset_of_ones_own_is_refused_with_the_page():
+    with pytest.raises(
+        densefeed.UserError, match=r"takes the path of .*not a list; docs/guides/own-loop.md"
+    ):
+        densefeed.open_loader([1, 2], batch=2)
 
 
 def test_loaders_take_the_numbers_of_numpy_and_lists(packed):

@@ -172,7 +172,7 @@ def test_outside_a_model_of_ones_own_trains_with_token_labels(run, packed, tmp_p
     assert 0 <= json.loads((out / "result.json").read_text())["top1"] <= 1
 
 
-def test_outside_models_without_what_tokens_need_are_refused(packed, tmp_path):
+def test_outside_models_without_what_tokens_need_are_refused(packed, tmp_path, monkeypatch):
     spec = importlib.util.spec_from_file_location("token_vit_model", HERE / "model.py")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -194,6 +194,23 @@ def test_outside_models_without_what_tokens_need_are_refused(packed, tmp_path):
     training.train(with_options(ours, mixtoken=False))
     with pytest.raises(UserError, match=r"token_vit cannot exchange tokens .*, or --no-mixtoken"):
         training.train(ours)
+    # A plain tuple, and a patch size that is not set, were tracebacks.
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "TokenLogits", lambda *parts: parts)
+        with pytest.raises(
+            UserError, match=r"token_vit returns a tuple in training, .*TokenLogits"
+        ):
+            training.train(with_options(ours, mixtoken=False))
+    built = module.TokenViT.__init__
+
+    def forget_patch(self, **kwargs):
+        built(self, **kwargs)
+        self.patch_size = None
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.TokenViT, "__init__", forget_patch)
+        with pytest.raises(UserError, match=r"patch_size of TokenViT is None, and --objective tok"):
+            training.train(with_options(ours, mixtoken=False))
     for name in ("resnet18", "convnext_atto", "test_byobnet"):
         with pytest.raises(
             UserError, match=rf"{name} has no token head; .* --objective relabel --no-mixtoken, whi"

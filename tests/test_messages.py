@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import inspect
 import re
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from densefeed.system.commands import COMMANDS
+from densefeed.system.errors import install_extra
 from densefeed.system.options import flag, hints, leaf_name, metadata
 from densefeed.tools import score_maps
 from densefeed.training.config import Config
@@ -102,3 +104,24 @@ def test_outside_messages_name_commands_that_exist(path):
     words = r"(?:`|with |with `|by `|see |run )densefeed ([a-z-]+)"
     found = [(line, name) for line, text in read_texts(path) for name in re.findall(words, text)]
     assert [(line, name) for line, name in found if name not in COMMANDS] == []
+
+
+def test_outside_install_hints_name_extras_that_exist():
+    """Messages said `pip install "densefeed[cloud]"`, and the package is on no index."""
+    root = PACKAGE.parent
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    hints = set()
+    for path in SOURCES:
+        text = path.read_text()
+        assert "densefeed[" not in text, path
+        hints |= set(re.findall(r"install_extra\(['\"](\w+)['\"]\)", text))
+    assert {"cloud", "dali", "demo", "export", "parquet", "ray", "wandb"} <= hints
+    pages = [root / "README.md", *root.glob("docs/**/*.md"), *root.glob("examples/*.py")]
+    written = [re.findall(r"pip install[^`\n]*?([\w.]*)\[(\w+)\]", p.read_text()) for p in pages]
+    found = [pair for pairs in written for pair in pairs]
+    assert found
+    assert {place for place, _ in found} == {"."}
+    assert hints | {extra for _, extra in found} <= extras.keys()
+    assert install_extra("ray") == 'run `pip install ".[ray]"` in the checkout of densefeed'

@@ -35,13 +35,15 @@ from densefeed.models.model_spec import (
     is_registered,
 )
 from densefeed.models.t2t import T2TViT
+from densefeed.storage.dataset_names import list_some
 from densefeed.storage.geometry import LEAST_CROP
 from densefeed.storage.torch_files import TorchFileError, check_torch_file
 from densefeed.system.channels import CHANNEL_RANGES
 from densefeed.system.errors import UserError, explain_os_error, first_line, is_out_of_memory
+from densefeed.system.file_kinds import name_kind
 from densefeed.system.files import open_regular
 from densefeed.system.json_files import is_number, read_json
-from densefeed.system.terminal import print
+from densefeed.system.terminal import escape_controls, print
 
 # Bytes of a checkpoint's pickle. With 10,000 tensors and 20,000 class names it has 2 MB.
 MAX_PICKLE = 2**24
@@ -63,6 +65,9 @@ NUMBERS = (
 # Lightning's, that of PyTorch's tutorials.
 AVERAGED = ("ema", "state_dict_ema", "model_ema")
 WEIGHTS = (*AVERAGED, "model", "state_dict", "model_state_dict")
+# Names of the parts of a module that hold a running average of its network: EMA, SWA, and those of
+# self-supervised methods.
+AVERAGES = re.compile(r"(^|[._])(ema|swa|avg|averaged|teacher|target|momentum)([._]|$)")
 
 
 class CheckpointError(UserError):
@@ -121,6 +126,10 @@ def load(path: Path) -> dict:
         # Errors of the system name the file and have a remedy.
         if isinstance(error, OSError) and error.filename:
             raise CheckpointError(explain_os_error(error)) from None
+        if kind := name_other_kind(path):
+            raise CheckpointError(
+                f"{path} is {kind}, and not a checkpoint; give a checkpoint or a run folder"
+            ) from error
         readable = isinstance(error, TorchFileError | SafetensorError | OSError)
         why = error if readable else type(error).__name__
         what = f"is not a checkpoint that loads safely ({why})"
@@ -129,6 +138,12 @@ def load(path: Path) -> dict:
         what = f"a {type(checkpoint).__name__} instead of a dictionary of weights"
         raise CheckpointError(f"{path} holds {what}; choose another file")
     return checkpoint
+
+
+def name_other_kind(path: Path) -> str:
+    """Name the kind of a file that is no checkpoint; empty for a damaged checkpoint."""
+    kind = name_kind(path)
+    return "" if "checkpoint" in kind or kind == "a safetensors file" else kind
 
 
 def read_exported(path: Path) -> dict:
@@ -216,6 +231,12 @@ def select_weights(checkpoint: dict, path: Path) -> dict[str, Tensor]:
     weights = checkpoint[key] if key else checkpoint
     if not weights or not all(isinstance(n, str) for n in weights):
         raise CheckpointError(f"{path} holds no dictionary of weights; choose another file")
+    if len(nested := nested_weights(checkpoint)) > 1 and not key:
+        names = ", ".join(ascii(name)[1:-1][:100] for name in nested[:5])
+        raise CheckpointError(
+            f"{path} holds dictionaries of weights under the keys {names}; save one of them alone, "
+            "or under the key model"
+        )
     check_tensors(weights, path)
     return {
         re.sub(r"^(?:module\.|_orig_mod\.)+", "", name): tensor for name, tensor in weights.items()
@@ -226,8 +247,17 @@ def match_names(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tenso
     """Return weights by the names that they have in `model`.
 
     What all names begin with, such as `model.` of a LightningModule or `backbone.`, is removed; a
-    part that names of `model` begin with too stays. Names of EfficientNet-PyTorch become timm's.
+    part that names of `model` begin with too stays. Where names begin differently, the first of
+    `find_prefixes` is taken, without others inside it. Names of EfficientNet-PyTorch become timm's.
     """
+    if prefixes := find_prefixes(weights, model):
+        prefix, *others = prefixes
+        inside = tuple(other for other in others if other.startswith(prefix))
+        weights = {
+            name.removeprefix(prefix): tensor
+            for name, tensor in weights.items()
+            if name.startswith(prefix) and not (inside and name.startswith(inside))
+        }
     own = {name.partition(".")[0] for name in model.state_dict()}
     while len(parts := {name.partition(".")[0] for name in weights}) == 1 and not parts & own:
         rest = {name.partition(".")[2]: tensor for name, tensor in weights.items()}
@@ -235,6 +265,39 @@ def match_names(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tenso
             break
         weights = rest
     return rename_layout(weights, model)
+
+
+def find_prefixes(weights: dict[str, Tensor], model: nn.Module) -> list[str]:
+    """Return what names of weights begin with where all tensors of the model follow, best first.
+
+    Its heads may be missing. Running averages come last, then the order is the file's.
+    """
+    heads = find_heads(model)
+    expected = [
+        name
+        for name in model.state_dict()
+        if name.rpartition(".")[0] not in heads and not name.endswith(".num_batches_tracked")
+    ]
+    if not expected:
+        return []
+    rare = max(expected, key=len)
+    starts = [name.removesuffix(rare) for name in weights if name.endswith(rare)]
+    complete = [
+        start
+        for start in starts
+        if start[-1:] in ("", ".") and all(start + name in weights for name in expected)
+    ]
+    return sorted(complete, key=lambda start: (bool(start), bool(AVERAGES.search(start))))
+
+
+def describe_left_out(stated: dict[str, Tensor], taken: dict[str, Tensor], model: nn.Module) -> str:
+    """Describe which network `match_names` took of the weights that a file states; "" if all."""
+    count = len(stated) - len(taken)
+    if not count:
+        return ""
+    prefix = find_prefixes(stated, model)[0]
+    which = f"the tensors of {escape_controls(prefix)}*" if prefix else "the outer network"
+    return f"took {which}; {count:,} other tensors of the file left out"
 
 
 def check_tensors(tensors: dict[str, object], path: Path) -> None:
@@ -258,11 +321,26 @@ def check_tensors(tensors: dict[str, object], path: Path) -> None:
 
 
 def weights_key(checkpoint: dict) -> str:
-    """Return the key of the weights to use, or "" if the checkpoint itself is the state dict."""
+    """Return the key of the weights to use, or "" if the checkpoint itself is the state dict.
+
+    Any other key than WEIGHTS is used if it alone holds tensors.
+    """
     # `ema` is None in the checkpoints of a run without one.
-    return next(
-        (key for key in WEIGHTS if isinstance(checkpoint.get(key), dict) and checkpoint[key]), ""
-    )
+    known = [key for key in WEIGHTS if isinstance(checkpoint.get(key), dict) and checkpoint[key]]
+    nested = [] if known else nested_weights(checkpoint)
+    return known[0] if known else nested[0] if len(nested) == 1 else ""
+
+
+def nested_weights(checkpoint: dict) -> list[str]:
+    """Return the keys under which a checkpoint holds dictionaries of tensors alone."""
+    return [
+        key
+        for key, value in checkpoint.items()
+        if isinstance(key, str)
+        and isinstance(value, dict)
+        and value
+        and all(isinstance(tensor, Tensor) for tensor in value.values())
+    ]
 
 
 def build_for_weights(name: str, weights: dict[str, Tensor]) -> nn.Module:
@@ -318,7 +396,10 @@ def build(path: Path, model_name: str = "") -> tuple[nn.Module, dict]:
                 twin.load_state_dict(weights)
             check_tables(twin, path)
         else:
-            weights = match_names(weights, build_on_meta(ModelSpec(name, {})))
+            twin, stated = build_on_meta(ModelSpec(name, {})), weights
+            weights = match_names(stated, twin)
+            if note := describe_left_out(stated, weights, twin):
+                print(f"note: {path}: {note}")
         model = spec.build() if spec else build_for_weights(name, weights)
         model.load_state_dict(weights)
     except CANNOT_BUILD as error:
@@ -438,7 +519,8 @@ def initialize(model: nn.Module, path: Path, class_names: Sequence[str] = ()) ->
     """
     path = find_file(path)
     checkpoint = load(path)
-    weights = match_names(select_weights(checkpoint, path), model)
+    stated = select_weights(checkpoint, path)
+    weights = match_names(stated, model)
     # timm applies this function to the weights that it downloads, and not to files.
     filter_fn = getattr(inspect.getmodule(type(model)), "checkpoint_filter_fn", None)
     try:
@@ -466,6 +548,8 @@ def initialize(model: nn.Module, path: Path, class_names: Sequence[str] = ()) ->
     notes = [f"initialized from {path}"]
     if weights_key(checkpoint) in AVERAGED:
         notes[0] += " (EMA weights)"
+    if left_out := describe_left_out(stated, weights, model):
+        notes.append(left_out)
     table, resized = weights.get("pos_embed"), fitted.get("pos_embed")
     if table is not None and resized is not None and table.shape != resized.shape:
         notes.append(f"position table resized from {table.shape[1]:,} to {resized.shape[1]:,} rows")
@@ -479,11 +563,19 @@ def initialize(model: nn.Module, path: Path, class_names: Sequence[str] = ()) ->
     return "; ".join(notes)
 
 
+def find_heads(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the model's heads."""
+    classifiers = getattr(model, "pretrained_cfg", {}).get("classifier") or ()
+    return (classifiers,) if isinstance(classifiers, str) else tuple(classifiers)
+
+
 def get_heads(weights: dict[str, Tensor], model: nn.Module) -> list[str]:
     """Return the names of the model's heads that `weights` have with as many classes."""
-    classifiers = getattr(model, "pretrained_cfg", {}).get("classifier") or ()
-    names, own = (classifiers,) if isinstance(classifiers, str) else classifiers, model.state_dict()
-    pairs = {name: (weights.get(f"{name}.weight"), own.get(f"{name}.weight")) for name in names}
+    own = model.state_dict()
+    pairs = {
+        name: (weights.get(f"{name}.weight"), own.get(f"{name}.weight"))
+        for name in find_heads(model)
+    }
     return [
         name
         for name, (there, here) in pairs.items()
@@ -517,6 +609,14 @@ def match_heads(
     unnamed = [str(number) for number in range(len(class_names))]
     if names and unnamed not in (names, class_names):
         return weights, True, ""
+    if names and get_heads(weights, model):
+        print(
+            f"warning: the classes of the head ({list_some(names)}) have other names than those of "
+            f"the data ({list_some(class_names)}) and are matched by their order; if they are "
+            "other classes, the head begins with weights that mean nothing here",
+            file=sys.stderr,
+            flush=True,
+        )
     return weights, False, "classes of its head matched with those of the data by their order"
 
 
@@ -528,9 +628,8 @@ def drop_unfit_heads(
     Also returns the names of the model's heads that therefore keep their initial weights, and the
     number of classes of such a head in the file, 0 if there is none.
     """
-    classifiers = getattr(model, "pretrained_cfg", {}).get("classifier") or ()
     new, classes, own = [], 0, model.state_dict()
-    for head in (classifiers,) if isinstance(classifiers, str) else classifiers:
+    for head in find_heads(model):
         there, here = (tensors.get(f"{head}.weight") for tensors in (weights, own))
         if here is None or there is None or others or len(there) != len(here):
             new += [head] if here is not None else []

@@ -82,6 +82,14 @@ def build_objective(setting: Setting) -> Objective:
             f"--{wraps[0].name} and --{wraps[1].name} cannot be combined: each trains a model with "
             "additions of its own, and no paper defines both; give one of the two options"
         )
+    if setting.mix and not objective.mixes_labels:
+        given = (name for name, value in leaves(setting.mix) if value and name != "mix_label")
+        off = {"mixtoken": "--no-mixtoken", "cutmix": "--cutmix 0", "mixup": "--mixup 0"}
+        raise UserError(
+            f"--objective {options.name} does not state that it mixes labels, and the run mixes "
+            f"images; give {' '.join(off[name] for name in given)}, or set mixes_labels = True in "
+            "its class once its loss does, as docs/extending.md describes"
+        )
     for kind in wraps:
         objective = kind(setting, objective)
     objective.check()
@@ -98,8 +106,30 @@ def check_unused(options: Any, defaults: Any, given: Collection[str] = ()) -> No
     before = dict(leaves(defaults))
     # A step of one's own has fewer sections than a run.
     changed = {name for name, value in leaves(options) if value != before[name]}
+    unused = unused_leaves(options)
     # An unknown name is refused where the objective is built.
-    objective = OBJECTIVES.get(options.objective.name, Objective)
-    unused = objective.unused | unused_leaves(options)
+    if objective := OBJECTIVES.get(options.objective.name):
+        unused = objective.unused | unused | find_unchosen(complete(options.objective))
     unused = {name: needed for name, needed in unused.items() if name in before}
     refuse_unused(unused, changed | set(given))
+
+
+def find_unchosen(section: Any) -> dict[str, str]:
+    """Return the own options of objectives that are not chosen and methods that are not on.
+
+    With what would give them an effect, as `Options.unused`. The option that switches a method on
+    is not among them.
+    """
+    unused, used = {}, set()
+    for kind in (*OBJECTIVES.values(), *METHODS.values()):
+        if not (own := kind.read_options(section)):
+            continue
+        names = {name for name, _ in leaves(own)}
+        is_method = issubclass(kind, Method)
+        if kind.is_on(own) if is_method else kind.name == section.name:
+            used |= names
+        else:
+            needed = f"--{kind.name}" if is_method else f"--objective {kind.name}"
+            unused |= dict.fromkeys(names - {kind.name.replace("-", "_")}, needed)
+    # An objective may share the options of another that it derives from.
+    return {name: needed for name, needed in unused.items() if name not in used}

@@ -108,20 +108,24 @@ class Objective:
         name: what `--objective` calls it; of a method the option that switches it on.
         needs_score_maps: whether batches must carry score maps.
         needs_tokens: whether the model must have a head on every token.
+        mixes_labels: whether its loss mixes labels as the images are mixed; else a run that mixes
+            is refused.
         adds_network: whether it trains a network beside the model from scratch.
         own: the class of its own options, which become options of every run, if it has any. An
             instance has those of its run as the attribute `options`.
         section: the name of these options in config.json; by default `name`, with underscores.
-        unused: options that it does not read, by name, and what does (`Options.unused`).
+        unused: options that it does not read, by name, and what does (`Options.unused`); by
+            default, and unless a class sets another dictionary, label smoothing.
     """
 
     name: str
     needs_score_maps: bool = False
     needs_tokens: bool = False
+    mixes_labels: bool = False
     adds_network: bool = False
     own: type[Options] | None = None
     section: str = ""
-    unused: ClassVar[dict[str, str]] = {}
+    unused: ClassVar[dict[str, str]] = {"smoothing": "--objective ce, relabel or token-label"}
 
     def __init__(self, setting: Setting) -> None:
         self.setting, self.options = setting, self.read_options(setting.options)
@@ -216,6 +220,8 @@ class DenseObjective(Objective):
     """Base of objectives on dense labels: makes sparse targets from score maps."""
 
     needs_score_maps = True
+    mixes_labels = True
+    unused: ClassVar[dict[str, str]] = {}
 
     def check(self) -> None:
         if self.setting.labels.ground_truth != "none" and self.setting.mix.mix_label == "regions":

@@ -27,7 +27,7 @@ from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.system.devices import send
 from densefeed.system.errors import UserError, first_line
-from densefeed.system.options import Bounds, NonNegative, Options, leaves, parse_arguments
+from densefeed.system.options import Bounds, Integers, NonNegative, Options, Texts, parse_arguments
 
 # N images   T tokens   D width   K classes   Y, X rows and columns of the agent's map
 
@@ -219,14 +219,14 @@ class BootstrapOptions(Options):
     agent: Literal["res-like", "base"] = "res-like"
     # more arguments of the agent, each NAME=VALUE as in --model-kwargs: down, pool, norm. Table 1's
     # 3.37 and 9.46 G FLOPs are those of 'down=(2,5)' for ViT-S and 'down=(4,10)' for ViT-B
-    agent_kwargs: tuple[str, ...] = ()
+    agent_kwargs: Texts = ()
     # mutual distillation weight; the losses with labels, which the paper's L_KD includes, keep 1
     distill_weight: NonNegative = 1.0
     distill_temperature: Annotated[float, Bounds(1e-3)] = 4.0  # mutual distillation temperature
     # weight of the feature loss, which fits blocks to the features of the agent
     feature_weight: NonNegative = 10.0
     # numbers from 1 of the blocks in the feature loss; empty: all
-    feature_blocks: tuple[int, ...] = ()
+    feature_blocks: Integers = ()
     # decay of the weight of the feature loss; linear: to 0 after the last epoch
     feature_decay: Literal["linear", "none"] = "linear"
     # normalization in the feature loss; layernorm: as published
@@ -237,8 +237,6 @@ class BootstrapOptions(Options):
     align: Align = "global"
 
     def unused(self) -> dict[str, str]:
-        if self.mode == "none":
-            return {name: "--bootstrap" for name, _ in leaves(self) if name != "bootstrap"}
         found = {} if self.mode == "shared" else {"align": "--bootstrap shared"}
         if not self.distill_weight:
             found["distill_temperature"] = "--distill-weight"

@@ -15,10 +15,11 @@ class CrossEntropy(Objective):
     """`--objective ce`: class ids as labels; mixed images have both labels, by area."""
 
     name = "ce"
+    mixes_labels = True
     unused: ClassVar = dict.fromkeys(
         ("score_maps", "maps_on_device", "temperature", "ground_truth", "geometry", "outside"),
         "--objective relabel or token-label",
-    ) | {"token_weight": "--objective token-label"}
+    )
 
     def check(self) -> None:
         if self.setting.mix.mix_label == "regions":

@@ -26,7 +26,7 @@ from densefeed.pipelines.philox import philox_on_device
 from densefeed.pipelines.plan import PAIRS, EpochPlan
 from densefeed.pipelines.shapes import Shape, split_grid
 from densefeed.system.errors import UserError, first_line
-from densefeed.system.options import Bounds, NonNegative, NonNegativeInt, Options, leaves
+from densefeed.system.options import Bounds, NonNegative, NonNegativeInt, Options
 
 # N images   D width   R x C a grid, rows and columns   T = R C tokens   M pairs per image
 # B classes of offsets in ce and reg
@@ -425,11 +425,6 @@ class DRLocOptions(Options):
     hidden: Annotated[int, Bounds(1, MAX_HIDDEN), arg(name="drloc-hidden")] = 512
     # as the published code: offsets counted in positions, a weight schedule, other heads
     published: Annotated[bool, arg(name="drloc-published")] = False
-
-    def unused(self) -> dict[str, str]:
-        if self.variant != "none":
-            return {}
-        return {name: "--drloc" for name, _ in leaves(self) if name != "drloc"}
 
 
 class DRLoc(Method):

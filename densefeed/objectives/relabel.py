@@ -1,7 +1,5 @@
 """ReLabel (arXiv 2101.05022): the dense label of the crop."""
 
-from typing import ClassVar
-
 from torch import Tensor
 
 from densefeed.objectives.base import DenseObjective, StepContext
@@ -13,7 +11,6 @@ class ReLabel(DenseObjective):
     """`--objective relabel`: one dense label per crop, for any classifier."""
 
     name = "relabel"
-    unused: ClassVar = {"token_weight": "--objective token-label"}
 
     def loss(self, output: Tensor, batch: Batch, step: StepContext) -> Tensor:
         return class_token_loss(output, self.targets(batch, step)[0])

@@ -8,6 +8,7 @@ from densefeed.models.token_transformer import TokenFeatures, TokenLogits
 from densefeed.objectives.base import DenseObjective, StepContext
 from densefeed.objectives.losses import token_labeling_loss
 from densefeed.pipelines.batch import Batch
+from densefeed.system.errors import UserError
 from densefeed.system.options import NonNegative, Options
 
 
@@ -27,5 +28,11 @@ class TokenLabeling(DenseObjective):
     own, section = TokenLabelingOptions, "token_labeling"
 
     def loss(self, output: TokenLogits | TokenFeatures, batch: Batch, step: StepContext) -> Tensor:
+        if not hasattr(output, "tokens"):
+            raise UserError(
+                f"{self.setting.model} returns a {type(output).__name__} in training, and "
+                f"{self.flag} needs TokenLogits(cls, tokens); return it as docs/extending.md "
+                "describes"
+            )
         targets = self.targets(batch, step)
         return token_labeling_loss(output, *targets, self.options.token_weight)

@@ -48,7 +48,7 @@ from densefeed.pipelines.loader import CPU, Decoding, Source, ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.shapes import Shape
 from densefeed.storage import indexed_jpeg
-from densefeed.system.errors import UserError
+from densefeed.system.errors import UserError, install_extra
 from densefeed.system.terminal import print
 
 if TYPE_CHECKING:
@@ -88,8 +88,8 @@ def check_installed() -> None:
         import nvidia.dali.pipeline  # noqa: F401
     except (ImportError, OSError) as error:
         raise UserError(
-            f"--loader dali needs NVIDIA DALI ({error}); pip install nvidia-dali-cuda130 "
-            "(nvidia-dali-cuda120 for older drivers)"
+            f"--loader dali needs NVIDIA DALI ({error}); {install_extra('dali')}, or, for older "
+            "drivers, `pip install nvidia-dali-cuda120`"
         ) from error
     os.register_at_fork(after_in_child=_forget)
     # At exit, functions run in reverse order of registration: our threads must stop before DALI

@@ -32,7 +32,16 @@ from densefeed.system.devices import ThreadOptions, free_memory
 from densefeed.system.errors import UserError
 from densefeed.system.files import cache_folder
 from densefeed.system.object_url import ObjectURL, check_local
-from densefeed.system.options import Bounds, Count, Fraction, Location, own_first
+from densefeed.system.options import (
+    Bounds,
+    Count,
+    Fraction,
+    Integers,
+    Location,
+    Numbers,
+    list_values,
+    own_first,
+)
 
 Mode = Literal["train", "evaluate"]
 Filter = Literal["bilinear", "bicubic"]
@@ -70,12 +79,12 @@ class DataOptions(SplitOptions, DecodeOptions, ThreadOptions):
     repeats: Count = 1
     size: Count = 224  # side of the network's input, pixels
     # sizes that grow in training: pairs FROM_EPOCH PIXELS, the first from epoch 0; empty: --size
-    sizes: tuple[tuple[int, int], ...] = ()
+    sizes: Annotated[tuple[tuple[int, int], ...], list_values("INT INT")] = ()
     # sides of which every training batch draws one, in place of --sizes, e.g. 160 192 224
-    multi_scale: tuple[int, ...] = ()
+    multi_scale: Integers = ()
     # width / height of aspect buckets, e.g. 0.75 1 1.333: a training batch holds images of one, its
     # input has that aspect and about as many pixels as --size squared; crops are not squeezed
-    aspects: tuple[float, ...] = ()
+    aspects: Numbers = ()
     # heights and widths of buckets are multiples of this, pixels: the model's patch size
     side_multiple: Count = 16
     crop_scale: tuple[float, float] = (0.08, 1.0)  # area of a training crop, fraction of the image

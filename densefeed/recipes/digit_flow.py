@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from densefeed.recipes.flow import FlowOptions, run_step, train_model
-from densefeed.system.options import Count
+from densefeed.system.options import Count, Integers
 
 # The teacher's input when it labels: a scene's own size. At it, after training on crops that show
 # digits 0.7 to 1.3 times as large, it recognizes both large and small digits.
@@ -16,7 +16,7 @@ class DigitOptions(FlowOptions):
     """The scenes and the trainings of a flow on digits."""
 
     # one whole flow per seed, each with its own scenes, teacher and students
-    seeds: tuple[int, ...] = (0,)
+    seeds: Integers = (0,)
     train: Count = 3000  # training scenes
     val: Count = 2000  # validation scenes; of 1000, chance alone scatters 90 % by 1 point
 

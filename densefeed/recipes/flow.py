@@ -12,7 +12,7 @@ import torch
 from densefeed.system.commands import call
 from densefeed.system.errors import UserError
 from densefeed.system.json_files import check_number, read_json
-from densefeed.system.options import Options
+from densefeed.system.options import Integers, Options
 from densefeed.system.terminal import print
 
 # The end of the remedy for a damaged file of a finished step.
@@ -23,7 +23,7 @@ AGAIN = "run the same command again"
 class FlowOptions(Options):
     """The trainings of a flow."""
 
-    seeds: tuple[int, ...] = (0,)  # seeds of the trainings
+    seeds: Integers = (0,)  # seeds of the trainings
     epochs: int | None = None  # epochs of every training; default: those of the recipes
 
     def __post_init__(self) -> None:

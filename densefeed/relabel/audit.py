@@ -678,7 +678,7 @@ def check_windows(
         "fault",
         f"{len(wrong):,} of {len(rows):,} rows do not have the window of geometry {geometry}: "
         f"{store.image_path(rows[n])} has {have}, not {expected}",
-        "Label the images again, or import the pack again with the --footprint it was made with.",
+        "Remove the maps and label again, or import the pack again with its --footprint.",
     )
 
 
@@ -801,7 +801,7 @@ def check_class_list(
             "fault",
             f"{evidence}, but for {renamed} once {len(moved):,} classes are renamed ({examples}; "
             f"learned on as many other images, t = {t:.1f})",
-            "Label or import again with the teacher's class list in the order of the folders.",
+            "Remove the maps and label or import again, with the teacher's classes in this order.",
         )
         return outcome, renaming
     agreement = measure_agreement(label, top)
@@ -843,14 +843,17 @@ def measure_accuracy(store: ScoreMapStore, batch: int = 1024) -> float:
     return right / len(store)
 
 
-def print_accuracy(store: ScoreMapStore) -> None:
+def print_accuracy(store: ScoreMapStore, caveat: str = "") -> None:
     """Print the accuracy of stored maps and what such maps were worth in trainings.
 
+    `caveat` is a line about this accuracy; it stands between the two.
     The figures are those of docs/results/quickstart.md, of a trial on photographs of 12 classes,
     and of NFNet-F6.
     """
     accuracy = measure_accuracy(store)
     print(f"accuracy of the stored maps against the image labels: {100 * accuracy:.1f} %")
+    if caveat:
+        print(caveat)
     if accuracy >= GOOD:
         print(
             "good: digit scenes with maps of 99 % gave token-label 0.8 to 3.5 points more than ce"
@@ -862,9 +865,10 @@ def print_accuracy(store: ScoreMapStore) -> None:
         )
     else:
         print(
-            "low: 480 photographs with maps of 87 % gave token-label 18 points less than ce (but "
-            "on ImageNet the published teacher is right on 86 % of new images); train the teacher "
-            "longer or take another, and train the same recipe with --objective ce beside it"
+            f"{100 * accuracy:.1f} % is too low: 480 photographs with maps of 87 % gave "
+            "token-label 18 points less than ce (but on ImageNet the published teacher is right on "
+            "86 % of new images); train the teacher longer or take another, and train the same "
+            "recipe with --objective ce beside it"
         )
 
 
@@ -897,7 +901,7 @@ def check_labels(
     return (
         "fault",
         f"{evidence}: these are maps of other images or classes, or of an untrained teacher",
-        "Label or import again with each map at its image, and check the teacher's accuracy.",
+        "Remove the maps, check the teacher's accuracy, and label or import each map at its image.",
     )
 
 
@@ -969,7 +973,7 @@ def check_orientation(match: MapCorrelation, foreign: bool) -> Outcome:
         )
     # --axes column-row exchanges rows and columns, and corrects no other orientation.
     elif best == 4:
-        remedy = "Import the pack again with --axes column-row, or label the images again."
+        remedy = "Remove the maps and import again with --axes column-row, or label again."
     else:
         remedy = (
             f"Turn the maps upright before the import (they are {ORIENTATIONS[best]}), or label "
@@ -1013,7 +1017,7 @@ def check_coverage(match: MapCorrelation, declared: str, foreign: bool) -> Outco
     return (
         "fault",
         f"{evidence}, but the store declares that they cover {FOOTPRINT_WORDS[declared]}",
-        f"Import the pack again with --footprint {found}, or label the images again.",
+        f"Remove the maps and import again with --footprint {found}, or label again.",
     )
 
 
@@ -1047,7 +1051,7 @@ def check_rows(store: ScoreMapStore, match: MapCorrelation, own_teacher: bool) -
             "fault",
             f"{evidence}; {maker} gives {len(foreign)} of {len(np.unique(rows))} images other maps "
             f"(first: {name_rows(store, foreign[:MAX_NAMED])})",
-            "Import or label again with each map at its image.",
+            "Remove the maps and import or label again, each map at its image.",
         )
     if match.is_located():
         return "sound", evidence

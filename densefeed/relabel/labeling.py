@@ -142,7 +142,7 @@ def score_blank(scorer: Scorer, name: str, shape: tuple[int, ...]) -> tuple[int,
             f"{name} does not fit into the GPU's memory with one image; choose a smaller "
             "--input-size"
         ) from None
-    except (AssertionError, RuntimeError) as error:
+    except (AssertionError, RuntimeError, ValueError) as error:
         raise UserError(
             f"{name} does not take images of {shape[1]} px ({first_line(error)}); choose another "
             "--input-size"

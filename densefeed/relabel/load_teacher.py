@@ -4,6 +4,7 @@ Each may have a class map.
 """
 
 import hashlib
+import logging
 import os
 import re
 import sys
@@ -22,7 +23,7 @@ from densefeed.relabel.class_map import ClassMap, read_class_map
 from densefeed.relabel.network import Network, preprocessing_config
 from densefeed.relabel.reference_match import References
 from densefeed.relabel.teacher import Teacher
-from densefeed.storage.dataset_names import describe_difference
+from densefeed.storage.dataset_names import describe_difference, match_numbers
 from densefeed.storage.geometry import Geometry
 from densefeed.system.devices import choose_device
 from densefeed.system.errors import UserError, first_line
@@ -73,10 +74,10 @@ def load_teacher(
         )
     models = _repeat(models or [""], len(sources), "--model")
     class_maps = _repeat(class_maps or [NO_CLASS_MAP], len(sources), "--class-map")
-    members, by_order = [], []
+    members, matches = [], []
     for source, model_name, size, file in zip(sources, models, sizes, class_maps, strict=True):
         network = load_network(source, model_name, size)
-        name, class_map = source, None
+        name, class_map, first = source, None, ""
         theirs = _find_names(network, data_names)
         if file != NO_CLASS_MAP:
             class_map = _read_class_map(Path(file), network, source, data_names)
@@ -86,6 +87,9 @@ def load_teacher(
         elif theirs != data_names and sorted(theirs) == sorted(data_names):
             class_map = _renumber(theirs, data_names)
             name = f"{source} by name {_digest(class_map)}"
+        elif numbers := _match_numbers(network.class_names, data_names):
+            class_map, first = _select(numbers), network.class_names[0]
+            name = f"{source} by number {_digest(class_map)}"
         # Without names only the number of classes can be compared, which `begin_pass` does.
         elif network.class_names and network.class_names != data_names:
             difference = describe_difference(
@@ -93,9 +97,9 @@ def load_teacher(
             )
             raise UserError(
                 f"{source} was trained on other classes than the data has ({difference}); choose a "
-                f"teacher of the same classes, or pass a --class-map{name_numbers(data_names)}"
+                "teacher of the same classes, or pass a --class-map"
             )
-        by_order.append(not theirs and class_map is None)
+        matches.append((not theirs and class_map is None, first))
         members.append((network.model, size, network.config, class_map, name))
     joined = " + ".join(member[-1] for member in members)
     (model, size, config, class_map, name), *others = members
@@ -110,8 +114,8 @@ def load_teacher(
         tiles=tiles,
         others=[Network(*other) for other in others],
     )
-    for network, unnamed in zip(teacher.networks, by_order, strict=True):
-        network.by_order = unnamed
+    for network, match in zip(teacher.networks, matches, strict=True):
+        network.by_order, network.by_number = match
     return teacher, joined + (f", {tta_views} views" if tta_views > 1 else "")
 
 
@@ -148,21 +152,14 @@ def load_network(source: str, model_name: str, size: int) -> Loaded:
     return Loaded(model, preprocessing_config(model), names)
 
 
-def name_numbers(class_names: Sequence[str]) -> str:
-    """Return a remedy for data whose classes have numbers for names, else an empty string."""
-    if not all(map(str.isdecimal, class_names)):
-        return ""
-    return ", or name the classes of tar or Parquet files in classes.txt beside them"
-
-
 def load_references(
     name: str, model: str, input_size: int, class_names: Sequence[str], device: str = "auto"
 ) -> References:
     """Load a model as two references: shown whole images, and shown their center squares.
 
-    `name` is a teacher as in densefeed label. Prints a line if it states no names of classes, which
-    are then matched by order. Raises UserError if the model cannot be
-    loaded, was trained on other classes, or does not take inputs of `input_size` pixels.
+    `name` is a teacher as in densefeed label. Prints a line if it or the maps state no names of
+    classes, which are then matched by order. Raises UserError if the model cannot be loaded, was
+    trained on other classes, or does not take inputs of `input_size` pixels.
     """
     network = load_network(name, model, input_size)
     names = _find_names(network, list(class_names))
@@ -171,11 +168,13 @@ def load_references(
             f"note: {name} states no names of classes; they are matched by order with those of the "
             "maps"
         )
-    if names and list(names) != list(class_names):
+    if names and _match_numbers(names, class_names) == list(range(len(names))):
+        print(f"note: {describe_numbers('the store', name, names[0])}")
+    elif names and list(names) != list(class_names):
         difference = describe_difference(names, "of the reference", class_names, "of the maps")
         raise UserError(
             f"{name} was trained on other classes than the maps have ({difference}); choose "
-            f"another reference{name_numbers(class_names)}"
+            "another reference"
         )
     place = choose_device(device)
     # Both show their pictures to the same network.
@@ -195,14 +194,19 @@ def download(source: str) -> nn.Module:
             f"{source} is neither a file nor a timm model; timm.list_models(include_tags=True) "
             "lists them"
         )
+    # The hub's client warns of each of its retries, and raises many types when a download fails.
+    hub = logging.getLogger("huggingface_hub")
+    level = hub.level
+    hub.setLevel(logging.ERROR)
     try:
         return timm.create_model(source, pretrained=True)
-    # The hub's client raises many types when a download fails.
     except Exception as error:
         raise UserError(
             f"the weights of {source} cannot be downloaded ({type(error).__name__}); name a file "
             f"of them in its place, and {source} with --model, or --reference-model of an import"
         ) from error
+    finally:
+        hub.setLevel(level)
 
 
 def call_factory(source: str) -> nn.Module:
@@ -280,6 +284,28 @@ def _renumber(teacher_names: list[str], data_names: list[str]) -> ClassMap:
     place = {name: number for number, name in enumerate(data_names)}
     target = torch.tensor([place[name] for name in teacher_names])
     return ClassMap(torch.arange(len(target)), target, len(target))
+
+
+def _match_numbers(teacher_names: list[str], data_names: Sequence[str]) -> list[int]:
+    """Return the teacher's class of each class of data without names, as validate does; else []."""
+    count = len(data_names)
+    differ = teacher_names != list(data_names) and count <= len(teacher_names)
+    # Numbers below their count stand in for names; others are names of folders.
+    return match_numbers(data_names, count) if differ else []
+
+
+def _select(classes: list[int]) -> ClassMap:
+    """Return the class map that keeps these classes of a teacher, in this order."""
+    source, target = torch.tensor(classes).sort()
+    return ClassMap(source, target, len(classes))
+
+
+def describe_numbers(numbered: object, teacher: str, first: str) -> str:
+    """Describe that classes of `numbered` are matched by number; `first` is the teacher's of 0."""
+    return (
+        f"{numbered} has numbers for names of classes; they are matched by number with those of "
+        f"{teacher}, as 0 with {first!r}; if these are other classes, the maps are wrong"
+    )
 
 
 def _digest(class_map: ClassMap) -> str:

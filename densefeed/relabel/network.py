@@ -89,6 +89,8 @@ class Network(nn.Module):
         self.name = name or type(model).__name__
         # Whether its classes are taken for those of the data without a comparison of names.
         self.by_order = False
+        # Or by their numbers, for data without names: the name of its first class; else empty.
+        self.by_number = ""
         if config["interpolation"] not in INTERPOLATIONS:
             raise UserError(
                 f"{self.name} needs images resized by {config['interpolation']!r}, and only "

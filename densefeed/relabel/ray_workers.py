@@ -16,7 +16,7 @@ from typing import Any, Literal
 from densefeed.relabel.workers import WORK
 from densefeed.storage.shard_plan import Status, measure_status
 from densefeed.system.devices import count_cores
-from densefeed.system.errors import UserError
+from densefeed.system.errors import UserError, install_extra
 from densefeed.system.object_url import ObjectURL
 from densefeed.system.progress import tally
 from densefeed.system.terminal import print
@@ -112,9 +112,7 @@ def open_cluster() -> Any:
     try:
         import ray
     except ImportError:
-        raise UserError(
-            '--engine ray needs the package ray; run `pip install "densefeed[ray]"`'
-        ) from None
+        raise UserError(f"--engine ray needs the package ray; {install_extra('ray')}") from None
     try:
         ray.init(logging_level="warning")
     except (ConnectionError, RuntimeError) as error:

@@ -160,7 +160,7 @@ class Teacher(nn.Module):
         # A subclass of RuntimeError, but it does not mean that the networks refuse this size.
         except torch.OutOfMemoryError:
             raise
-        except (AssertionError, RuntimeError) as error:
+        except (AssertionError, RuntimeError, ValueError) as error:
             names = " and ".join(network.name for network in self.networks)
             raise UserError(
                 f"{names} does not take images of {self.input_size} px ({first_line(error)}); "

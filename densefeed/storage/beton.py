@@ -36,6 +36,7 @@ from densefeed.storage.images import Images, MaxPixels, limit_pixels, verify_ima
 from densefeed.storage.score_maps import ScoreMaps, find_faults
 from densefeed.system.devices import CORES
 from densefeed.system.errors import UserError
+from densefeed.system.file_kinds import name_kind
 from densefeed.system.files import name_errors
 from densefeed.system.json_files import parse_json
 from densefeed.system.object_url import check_local
@@ -646,8 +647,10 @@ def read_front(path: Path, descriptor: int) -> Front:
     modes = versions.get(int(header["version"])) if header is not None else None
     # FFCV's format has no magic number, so the number of fields must be plausible too.
     if modes is None or not 0 < header["num_fields"] < 64:
+        kind = name_kind(descriptor)
+        what = f" but {kind}" * (kind not in ("", "a .beton"))
         raise UserError(
-            f"{path} is not an FFCV dataset of version {VERSION}; pack it with densefeed pack"
+            f"{path} is not an FFCV dataset of version {VERSION}{what}; pack it with densefeed pack"
         )
     _, num_fields, _, count, table = header.tolist()
     raw = os.pread(descriptor, FIELD.itemsize * num_fields, HEADER.itemsize)

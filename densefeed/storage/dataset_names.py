@@ -26,11 +26,15 @@ SPLITS = (("train", "training"), ("val", "valid", "validation", "eval", "evaluat
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 # Stores and batches hold the class ids of score maps in uint16.
 MOST_CLASSES = 65_535
-# Names that systems put into folders, as a whole: those of macOS, Synology, QNAP, Windows and fsck,
-# and all hidden ones (.ipynb_checkpoints, .Trash-0, .thumbnails, ._x.jpg).
+# Names that systems and tools put into folders, as a whole: those of macOS and its shares,
+# Synology, QNAP, NetApp, Windows, fsck and Python, and all hidden ones (.ipynb_checkpoints,
+# .Trash-0, .thumbnails, .AppleDouble, .git, .dvc, ._x.jpg). Not RECYCLER of Windows XP, which may
+# be a class.
 SYSTEM = re.compile(
-    r"(?:^|/)(\.(?!\.?(?:/|$))[^/]*|__MACOSX|@eaDir|@tmp|#recycle|#snapshot|@Recycle|"
-    r"@Recently-Snapshot|\$RECYCLE\.BIN|System Volume Information|lost\+found)(?:/|$)",
+    r"(?:^|/)(\.(?!\.?(?:/|$))[^/]*|__MACOSX|Network Trash Folder|Temporary Items|"
+    r"TheVolumeSettingsFolder|TheFindByContentFolder|@eaDir|@tmp|@sharebin|#recycle|#snapshot|"
+    r"~snapshot|@Recycle|@Recently-Snapshot|\$RECYCLE\.BIN|System Volume Information|"
+    r"found\.\d{3}|lost\+found|__pycache__)(?:/|$)",
     re.IGNORECASE,
 )
 # Kinds of files, or classes, that a message lists, and characters of each kind.
@@ -234,6 +238,15 @@ def match_forms(names: Sequence[str], known: Sequence[str]) -> list[str]:
     matched = [forms.get(unicodedata.normalize("NFC", name), name) for name in names]
     clear = len(forms) == len(set(known)) and len(set(matched)) == len(set(names))
     return matched if clear else list(names)
+
+
+def match_numbers(names: Sequence[str], count: int) -> list[int]:
+    """Return the classes, of `count`, that names of data without class names number; else [].
+
+    Files written by stock FFCV, and shards of numbered labels, have numbers for names.
+    """
+    known = all(name.isdecimal() for name in names) and max(map(int, names), default=0) < count
+    return [int(name) for name in names] if known else []
 
 
 def describe_lookalikes(names: Iterable[str], known: Iterable[str] = ()) -> str:

@@ -149,6 +149,8 @@ def find(root: Path | ObjectURL, dataset: str, split: str) -> Found:
     UserError if it is missing and cannot be downloaded, has no such split, or its list is invalid.
     """
     kind, _, rest = dataset.partition("/")
+    if kind in ("list", "classes") and rest:
+        check_file(root, kind, rest)
     if dataset and kind not in (*FINDERS, "hfds"):
         raise UserError(
             f"--dataset {dataset} is unknown; give none for a folder of class folders, "
@@ -174,6 +176,17 @@ def find(root: Path | ObjectURL, dataset: str, split: str) -> Found:
     check_labels(root, found)
     describe_classes(root, found)
     return found
+
+
+def check_file(root: Path | ObjectURL, kind: str, name: str) -> None:
+    """Raise UserError if a list lies below `root`, and not where its path leads."""
+    # Unlike the method of Path, false for names that no file can have.
+    is_there = os.path.exists
+    if isinstance(root, Path) and not is_there(name) and is_there(root / name):
+        raise UserError(
+            f"--dataset {kind}/{name}: {name} is not in the working directory, from which its path "
+            f"is read, but in {root}; give {kind}/{root / name}"
+        )
 
 
 def choose_validation_split(dataset: str) -> str:

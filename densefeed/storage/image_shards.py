@@ -45,6 +45,7 @@ from densefeed.storage.dataset_names import (
     SPLITS,
     begin_at_classes,
     check_label,
+    describe_system,
     find_synonyms,
     find_system_entry,
     list_some,
@@ -312,10 +313,12 @@ def read_tar(root: Path | ObjectURL, rest: str, split: str) -> TarImages:
     if rest:
         raise UserError(f"--dataset tar/{rest} is unknown; the dataset is called tar")
     files, left_out = find_shards(root, "tar", split), Counter()
+    system = []
     tars, names, labels, numbers, offsets, sizes = [], [], [], [], [], []
     for number, (tar, index) in enumerate(index_tars(files)):
         tars.append(tar)
         left_out.update(index.left_out)
+        system += index.system
         names += index.names
         labels += index.labels
         numbers += [number] * len(index.names)
@@ -324,6 +327,8 @@ def read_tar(root: Path | ObjectURL, rest: str, split: str) -> TarImages:
     if left_out:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in left_out.items())
         print(f"{files[0].parent}: left out of the tar files: {kinds}")
+    if system:
+        print(f"{files[0].parent}: {describe_system(system)}")
     places = [np.array(values) for values in (numbers, offsets, sizes)]
     paths = name_samples(files, numbers, names, names)
     own = any(label is not None for label in labels)

@@ -18,11 +18,10 @@ import tyro
 from PIL import Image, TiffImagePlugin, UnidentifiedImageError
 
 from densefeed import native
-from densefeed.storage import datasets, tiff
+from densefeed.storage import datasets, samples, tiff
 from densefeed.storage.dataset_names import SPLITS, hash_images, hold_out
 from densefeed.storage.geometry import LTRB
 from densefeed.storage.parquet_files import Blocks
-from densefeed.storage.samples import to_rgb
 from densefeed.system.errors import UserError, explain_os_error
 from densefeed.system.object_url import ObjectURL
 from densefeed.system.options import Bounds, Count, Options
@@ -124,6 +123,8 @@ def open_image(file: BinaryIO) -> Image.Image:
             problem = "a TIFF that is damaged or whose kind of samples Pillow does not read"
             raise OSError(problem) from error
         raise
+    if image.format == "TIFF":
+        samples.correct_planes(image)
     # A tile is decoded as a whole, however small the image is.
     tags = image.tag_v2 if image.format == "TIFF" else {}
     tile = tags.get(TILE_WIDTH, 0) * tags.get(TILE_LENGTH, 0)
@@ -175,6 +176,7 @@ class Images:
         labels: int64 `[N]`.
         class_names: in label order.
         whole: the Images that were divided; None without a division.
+        reads_split: whether `split` chose among the images.
         rows: int64 `[N]`, the place of each image in `whole`; None without a division.
         open: a function that opens the file of image `index`; the caller closes it.
         where: a function that returns the name of image `index` for error messages.
@@ -199,7 +201,7 @@ class Images:
         # A list is of one split; a folder of class folders has no folders of splits.
         folder = dataset.partition("/")[0] in ("", "classes", "share")
         whole = folder and getattr(found, "root", None) == self.root
-        self._reads_split = not (whole or dataset.startswith("list/"))
+        self.reads_split = not (whole or dataset.startswith("list/"))
         self._blocks = getattr(found, "blocks", None)
 
     def _divide(self, whole: "Images", division: SplitOptions) -> None:
@@ -210,6 +212,7 @@ class Images:
                 f"--val-fraction divides images into the splits train and val; give one of them in "
                 f"place of --split {self._split}, or leave out --val-fraction"
             )
+        self.reads_split = True
         held_N = hold_out(whole.paths, whole.labels, division.val_fraction, division.val_seed)
         self.rows = rows = np.flatnonzero(held_N == (self._split in val))
         if not len(rows):
@@ -236,7 +239,7 @@ class Images:
                 f"{self.root}: --val-fraction puts {len(self):,} of {len(self.whole):,} images "
                 f"into the split {self._split}"
             )
-        elif self._split != default and not self._reads_split:
+        elif self._split != default and not self.reads_split:
             print(
                 f"warning: --split {self._split} is not read, because {self.root} holds no splits; "
                 "all of its images are taken",
@@ -385,12 +388,12 @@ def verify_images(images: Images, name: str, threads: int) -> tuple[list[str], l
 
 
 def decode(encoded: bytes, where: str) -> Image.Image:
-    """Decode an image to RGB of 8 bits, see `to_rgb`. Use `check_jpeg` to find damage in a JPEG.
+    """Decode an image to RGB of 8 bits, see `samples.to_rgb`. `check_jpeg` finds damage in a JPEG.
 
     Raises UserError that names `where` if it is damaged, not an image, or of refused samples.
     """
     try:
-        return to_rgb(open_image(io.BytesIO(encoded)), where)
+        return samples.to_rgb(open_image(io.BytesIO(encoded)), where)
     # A lack of memory is not a fault of the file.
     except (MemoryError, UserError):
         raise

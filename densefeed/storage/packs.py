@@ -179,9 +179,10 @@ def match(images: Images, labels: Path) -> Matching:
         if entry.is_dir() and entry.name not in folders:
             settle(list_maps(labels, entry.name, kinds), {})
     if not kinds:
+        deeper = find_tree(labels)
         raise UserError(
-            f"{labels} holds no .pt or .npy files in class folders; "
-            "give the folder above the class folders"
+            f"{labels} holds no .pt or .npy files in class folders; give the folder above the "
+            "class folders" + (f": --labels {deeper}" if deeper else "")
         )
     if len(kinds) > 1:
         raise UserError(f"{labels} holds both .pt and .npy files; move one kind away")
@@ -189,6 +190,14 @@ def match(images: Images, labels: Path) -> Matching:
     if not len(found.matched):
         match_names_alone(found, images)
     return found
+
+
+def find_tree(root: Path) -> Path | None:
+    """Return the first folder in `root` whose folders hold maps, as that of a split; else None."""
+    for entry in sorted(path for path in root.iterdir() if path.is_dir()):
+        if any(list_maps(entry, folder.name, Counter()) for folder in entry.iterdir()):
+            return entry
+    return None
 
 
 def match_names_alone(found: Matching, images: Images) -> None:
@@ -366,7 +375,7 @@ def describe_doubt(teacher: str, where: object) -> str:
     imported = IMPORTED.search(teacher)
     if imported is None or imported["found"] == FOUND["sound"]:
         return ""
-    again = "import them again with densefeed import"
+    again = "remove the imported file and import again with densefeed import"
     if imported["found"] == FOUND["fault"]:
         return (
             f"the reference of their import shows that the maps of {where} are not oriented as "
@@ -375,8 +384,8 @@ def describe_doubt(teacher: str, where: object) -> str:
     if imported["found"] == FOUND["unchecked"]:
         return (
             f"the reference of their import did not show how the maps of {where} are oriented, and "
-            f"transposed ones train without an error; {again} and another --reference MODEL, or "
-            "more --audit-images"
+            f"transposed ones train without an error; {again} --reference MODEL, another one than "
+            "before, or with more --audit-images"
         )
     return (
         f"it was not checked how the maps of {where} are oriented, and transposed ones train "

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from densefeed.storage.parquet_pages import CheckedFile, count_page_bytes
+from densefeed.storage.parquet_pages import CheckedFile, read_pages
 from densefeed.storage.shard_file import ShardFile, find_state, open_shard
-from densefeed.system.errors import UserError, first_line
+from densefeed.system.errors import UserError, first_line, install_extra
 from densefeed.system.files import MOST_PATH
 from densefeed.system.object_url import ObjectURL
 
@@ -95,6 +95,9 @@ class ParquetFile(NamedTuple):
         import pyarrow.parquet as pq
 
         size, rows = count_bytes(self, number), self.metadata.row_group(number).num_rows
+        # pyarrow writes a wrong place of the pages of a row group without rows.
+        if not rows:
+            return
         # Every row may name an entry of a dictionary that has nearly all of these bytes.
         at_once = max(1, rows if whole else min(rows, BATCH // max(1, size)))
         most = max(size, self.file.state[0]) + SPARE
@@ -102,10 +105,16 @@ class ParquetFile(NamedTuple):
 
         def check(content: bytes) -> None:
             # One page beyond a row each is a dictionary, and one may be without rows.
-            if (stored := count_page_bytes(content, rows + 2)) > size:
+            pages = read_pages(content, rows + 2)
+            if pages.size > size:
                 raise UserError(
                     f"{self.path}: row group {number} has {size:,} bytes by its footer, and the "
-                    f"pages of {column} {stored:,}; write the file again"
+                    f"pages of {column} {pages.size:,}; write the file again"
+                )
+            if pages.delta:
+                raise UserError(
+                    f"{self.path}: {column} has the encoding {pages.delta}, whose size cannot be "
+                    "bounded before it is decoded; write the file again without it"
                 )
 
         try:
@@ -243,7 +252,7 @@ def open_parquet(path: Path | ObjectURL) -> ParquetFile:
         import pyarrow.parquet as pq
     except ImportError as error:
         raise UserError(
-            f'{path} needs pyarrow ({first_line(error)}); pip install "densefeed[parquet]"'
+            f"{path} needs pyarrow ({first_line(error)}); {install_extra('parquet')}"
         ) from error
     try:
         with open_shard(path) as file:

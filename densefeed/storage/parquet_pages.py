@@ -7,16 +7,21 @@ compact protocol.
 """
 
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import BinaryIO, NamedTuple
 
 # Types of Thrift's compact protocol. A header has no list, set or map.
-STOP, TRUE, FALSE, BYTE, I16, I32, I64, DOUBLE, BINARY, STRUCT = 0, 1, 2, 3, 4, 5, 6, 7, 8, 12
-# Fields of a header, by their ids in it and in the struct within it.
-DECOMPRESSED, COMPRESSED = (2,), (3,)
+STOP, I16, I32, I64, BINARY, STRUCT = 0, 4, 5, 6, 8, 12
+# Bytes of true, false, byte and double.
+SIZES = {1: 0, 2: 0, 3: 1, 7: 8}
+# Fields of a header, by their ids in it and in the struct within it: bytes, the entries of a
+# dictionary, and the encodings of data pages of both versions.
+DECOMPRESSED, COMPRESSED, ENTRIES, ENCODINGS = (2,), (3,), (7, 1), ((5, 2), (8, 4))
+# Encodings that state a count within the page: pyarrow takes 4 bytes for each value of it.
+DELTAS = {6: "DELTA_LENGTH_BYTE_ARRAY", 7: "DELTA_BYTE_ARRAY"}
+# Entries of a dictionary. pyarrow takes 20 bytes for each, also if it is empty.
+MOST_ENTRIES = 2**22
 # Fields of a header; one with all statistics has about 30.
 MOST_FIELDS = 100
-# Bytes of a varint of 64 bits.
-MOST_VARINT = 10
 
 
 class CheckedFile:
@@ -28,9 +33,11 @@ class CheckedFile:
 
     def __init__(self, file: BinaryIO, check: Callable[[bytes], None]) -> None:
         self._file, self._check = file, check
+        self.seek, self.tell = file.seek, file.tell
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
 
     def read(self, count: int) -> bytes:
         content = self._file.read(count)
@@ -38,13 +45,21 @@ class CheckedFile:
         return content
 
 
-def count_page_bytes(content: bytes, most_pages: int) -> int:
-    """Return the bytes of all pages of a column chunk, decompressed, as their headers state them.
+class Pages(NamedTuple):
+    """The headers of a column chunk's pages."""
 
-    `content` is the whole chunk. OSError if it has more than `most_pages` pages, or if a header is
-    damaged or states fewer bytes than its page has.
+    size: int  # bytes of all, decompressed
+    delta: str  # the first encoding of DELTAS, or empty
+
+
+def read_pages(content: bytes, most_pages: int) -> Pages:
+    """Read the headers of all pages of a column chunk.
+
+    `content` is the whole chunk. OSError if it has more than `most_pages` pages, or a dictionary of
+    more than MOST_ENTRIES, and if a header is damaged or states fewer bytes than its page has.
     """
     at = total = pages = 0
+    delta = ""
     while at < len(content):
         fields, at = read_header(content, at)
         size, compressed = fields.get(DECOMPRESSED, -1), fields.get(COMPRESSED, -1)
@@ -55,10 +70,13 @@ def count_page_bytes(content: bytes, most_pages: int) -> int:
         at, total, pages = at + compressed, total + size, pages + 1
         if at > len(content):
             raise OSError("a page is truncated")
+        if fields.get(ENTRIES, 0) > MOST_ENTRIES:
+            raise OSError(f"a dictionary has more than {MOST_ENTRIES:,} entries")
+        delta = delta or next((DELTAS[e] for e in map(fields.get, ENCODINGS) if e in DELTAS), "")
         # Else small pages without a row would take minutes.
         if pages > most_pages:
             raise OSError("it has more pages than rows")
-    return total
+    return Pages(total, delta)
 
 
 def read_header(content: bytes, at: int) -> tuple[dict[tuple[int, ...], int], int]:
@@ -66,7 +84,7 @@ def read_header(content: bytes, at: int) -> tuple[dict[tuple[int, ...], int], in
 
     Of a field that occurs twice the last counts, as for pyarrow. OSError if it is damaged.
     """
-    # The ids of the struct's last field and of the structs around it.
+    # The ids of the structs around a field, and its own.
     found, ids = {}, [0]
     try:
         for _ in range(MOST_FIELDS):
@@ -77,42 +95,38 @@ def read_header(content: bytes, at: int) -> tuple[dict[tuple[int, ...], int], in
                 if not ids:
                     return found, at
                 continue
-            ids[-1] += delta
-            if not delta:
-                ids[-1], at = read_integer(content, at)
-            if kind in (I16, I32, I64):
-                value, at = read_integer(content, at, 64 if kind == I64 else 32)
-                if kind == I32:
-                    found[tuple(ids)] = value
+            if delta:
+                ids[-1] += delta
+            else:
+                ids[-1], at = read_integer(content, at, 16)
+            if kind == I32:
+                found[tuple(ids)], at = read_integer(content, at, 32)
+            elif kind in (I16, I64):
+                _, at = read_integer(content, at, 64)
             elif kind == BINARY:
-                size, at = read_varint(content, at)
+                size, at = read_integer(content, at, 32, signed=False)
                 at += size
             elif kind == STRUCT:
                 ids.append(0)
-            elif kind in (BYTE, DOUBLE):
-                at += 1 if kind == BYTE else 8
-            elif kind not in (TRUE, FALSE):
+            elif kind in SIZES:
+                at += SIZES[kind]
+            else:
                 break
     except IndexError:
         raise OSError("the header of a page is truncated") from None
     raise OSError("the header of a page is damaged")
 
 
-def read_integer(content: bytes, at: int, bits: int = 16) -> tuple[int, int]:
-    """Read an integer of `bits` bits, and where it ends. OSError if it has more."""
-    value, at = read_varint(content, at)
-    # pyarrow drops the bits beyond, and would take the number for another.
-    if value >> bits:
-        raise OSError("the header of a page has an integer that is too large")
-    return (value >> 1) ^ -(value & 1), at
+def read_integer(content: bytes, at: int, bits: int, signed: bool = True) -> tuple[int, int]:
+    """Read an integer of `bits` bits, and where it ends. OSError if it has more.
 
-
-def read_varint(content: bytes, at: int) -> tuple[int, int]:
-    """Read an unsigned integer, and where it ends. OSError if it has too many bytes."""
-    value = 0
-    for shift in range(0, 7 * MOST_VARINT, 7):
-        value |= (content[at] & 127) << shift
-        if content[at] < 128:
-            return value, at + 1
-        at += 1
-    raise OSError("the header of a page has an integer that is too large")
+    pyarrow drops the bits beyond, and would take it for another.
+    """
+    value, byte, shift = 0, 128, 0
+    while byte > 127:
+        byte = content[at]
+        value |= (byte & 127) << shift
+        at, shift = at + 1, shift + 7
+        if value >> bits or shift > 70:
+            raise OSError("the header of a page has an integer that is too large")
+    return (value >> 1) ^ -(value & 1) if signed else value, at

@@ -4,23 +4,52 @@ A table in docs/reference/data.md shows what each format and mode becomes.
 """
 
 import numpy as np
-from PIL import Image
+from PIL import Image, TiffImagePlugin
 
 from densefeed.system.errors import UserError
 
-# TIFF's tags (TIFF 6.0, sections 8 and 19), and values of the last two.
-BITS, PHOTOMETRIC, SAMPLE_FORMAT = 258, 262, 339
-WHITE_IS_ZERO, SIGNED = 0, 2
+# TIFF's tags (TIFF 6.0, sections 8 and 19), and values of the last three.
+BITS, SAMPLES, PHOTOMETRIC, PLANAR, SAMPLE_FORMAT = 258, 277, 262, 284, 339
+WHITE_IS_ZERO, CHUNKY, SEPARATE, SIGNED = 0, 1, 2, 2
 # Samples that are scaled at once, in 4 MB.
 AT_ONCE = 2**20
+
+
+def correct_planes(image: TiffImagePlugin.TiffImageFile) -> None:
+    """Correct how Pillow reads a TIFF that was only opened, if its channels are separate planes.
+
+    Pillow takes the first letter of the name of the samples for that of a plane's: `R` for
+    `RGB;16L`, which are samples of 8 bits, and `L` for `L;I`, whose 0 is black. Raises OSError for
+    planes that Pillow reads wrong.
+    """
+    tags = image.tag_v2
+    if tags.get(PLANAR, CHUNKY) != SEPARATE:
+        return
+    # libtiff reads what is compressed.
+    raw = all(tile.codec_name == "raw" for tile in image.tile)
+    if raw and tags.get(SAMPLES, 1) == 1:
+        # The tag has no meaning for one channel (TIFF 6.0, PlanarConfiguration).
+        tags[PLANAR] = CHUNKY
+        image._setup()
+        return
+    deep = max(tags.get(BITS, (1,))) == 16
+    names = set("RGBA" if deep else "RGBACMYK")
+    # Pillow neither applies the offset of CIELAB's a and b nor divides gray by alpha.
+    if image.mode in ("LAB", "La") or (raw and not {tile.args[0] for tile in image.tile} <= names):
+        raise OSError("a TIFF in separate planes, of a kind of samples that Pillow does not read")
+    if raw and deep:
+        order = ";16L" if tags.prefix == b"II" else ";16B"
+        image.tile = [
+            tile._replace(args=(tile.args[0] + order, *tile.args[1:])) for tile in image.tile
+        ]
 
 
 def to_rgb(image: Image.Image, where: str) -> Image.Image:
     """Load an image that was only opened, and convert it to RGB. Alpha is dropped.
 
-    Gray samples of 9 to 16 bits become `255 * value / (2**bits - 1)`, rounded down; Pillow's own
-    conversion clips them at 255. Raises UserError that names `where` for floats, signed and 32-bit
-    samples, and exceptions of any type of Pillow.
+    Gray samples of 9 to 16 bits become `255 * value / (2**bits - 1)`, rounded to nearest; Pillow's
+    own conversion clips them at 255. Raises UserError that names `where` for floats, signed and
+    32-bit samples, and exceptions of any type of Pillow.
     """
     tags = image.tag_v2 if image.format == "TIFF" else {}
     if kind := name_unscalable(image.mode, tags):
@@ -60,11 +89,12 @@ def name_unscalable(mode: str, tags: dict) -> str:
 
 
 def scale(image: Image.Image, most: int, inverted: bool) -> Image.Image:
-    """Scale gray from 0 to `most` to 0 to 255, rounded down; `inverted` where 0 is white."""
+    """Scale gray from 0 to `most` to 0 to 255, to nearest; `inverted` where 0 is white."""
     gray_HW = np.empty((image.height, image.width), np.uint8)
     rows = max(1, AT_ONCE // image.width)
     for top in range(0, image.height, rows):
         end = min(top + rows, image.height)
         part_HW = np.asarray(image.crop((0, top, image.width, end))).astype(np.uint32)
-        gray_HW[top:end] = (most - part_HW if inverted else part_HW) * 255 // most
+        part_HW = most - part_HW if inverted else part_HW
+        gray_HW[top:end] = (part_HW * 255 + most // 2) // most
     return Image.fromarray(gray_HW)

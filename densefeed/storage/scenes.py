@@ -16,7 +16,7 @@ from numpy.random import Generator
 from PIL import Image
 
 from densefeed.storage.images import decode
-from densefeed.system.errors import UserError, first_line
+from densefeed.system.errors import UserError, first_line, install_extra
 
 BOXES = "boxes.json"
 # Folder of masks beside it: `masks/<path of the image>.png`, 0 for the background and i + 1 for the
@@ -36,7 +36,7 @@ def load_photographs(names: Sequence[str]) -> list[Image.Image]:
     except ImportError as error:
         raise UserError(
             f"the scenes need scikit-image and scikit-learn ({first_line(error)}); "
-            'pip install "densefeed[demo]"'
+            f"{install_extra('demo')}"
         ) from error
     folders = Path(skimage.data.__file__).parent, Path(sklearn.datasets.__file__).parent / "images"
     found = []

@@ -5,6 +5,7 @@ them, or the same files in another order.
 """
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,8 +13,8 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from densefeed.storage.dataset_names import describe_difference
-from densefeed.storage.images import Images
+from densefeed.storage.dataset_names import describe_difference, hash_images
+from densefeed.storage.images import SIZED_FILES, Images, sample_evenly
 from densefeed.storage.maintenance import copy, summary
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.storage.shard_plan import PLAN, read_plan
@@ -26,6 +27,10 @@ from densefeed.system.terminal import print
 
 def remove_ending(path: str) -> str:
     return os.path.splitext(path)[0]
+
+
+def find_ending(path: str) -> str:
+    return os.path.splitext(path)[1]
 
 
 def take_name(path: str) -> str:
@@ -77,8 +82,9 @@ def select(store: ScoreMapStore, images: Images, out: Path) -> ScoreMapStore:
     """Write the maps of `images` in their order to `out`, unchanged, and return the new store.
 
     `out` appears only when it is complete. Raises UserError if it exists, if a row is damaged, or
-    unless each image has one map by its name, of its label. Another image of the same name and
-    label is noticed only by its size, where the plan of the labeling holds that.
+    unless each image has one map by its name, of its label. Other images of the same names and
+    labels are noticed by their sizes (`compare_sizes`). Where these cannot be compared, it prints a
+    warning.
     """
     header = store.header
     if len(header.class_names) != len(images.class_names):
@@ -101,32 +107,64 @@ def select(store: ScoreMapStore, images: Images, out: Path) -> ScoreMapStore:
             f"{images.where(n)} has label {images.labels[n]}, but its map in {store.path} is of "
             f"label {store.labels[rows[n]]}: the classes are others; label {images.root}"
         )
-    check_sizes(store, images, rows)
+    if not compare_sizes(store, images, rows):
+        print(
+            f"warning: {store.path} does not tell whether {images.root} holds other images of the "
+            "same names and labels; compare them with densefeed audit",
+            file=sys.stderr,
+            flush=True,
+        )
     header = replace(
         header, fingerprint=images.fingerprint(), class_names=tuple(images.class_names)
     )
     return copy(store, out, header, rows, images.labels, images.paths)
 
 
-def check_sizes(store: ScoreMapStore, images: Images, rows: np.ndarray) -> None:
-    """Raise UserError if an image has another size than when it was labeled.
+def compare_sizes(store: ScoreMapStore, images: Images, rows: np.ndarray) -> bool:
+    """Compare sizes of images with those at the labeling; return whether there were any to compare.
 
-    A folder of shards has the sizes of up to 1,024 files in its plan, an HDF5 file has none.
+    A folder of shards has the sizes of up to 1,024 files in its plan. Those of an HDF5 file are in
+    its fingerprint alone, which needs all labeled images. Files of another type have other sizes.
+    Raises UserError if an image has another size.
     """
     if not store.path.is_dir() or not (store.path / PLAN).exists():
-        return
-    sizes = read_plan(ObjectFolder(store.path)).sizes
+        return compare_fingerprint(store, images, rows)
+    sizes, is_compared = read_plan(ObjectFolder(store.path)).sizes, False
     for n in np.flatnonzero(np.isin(rows, list(sizes))).tolist():
         before, path = sizes[int(rows[n])], store.image_path(int(rows[n]))
-        if before is None or os.path.splitext(path)[1] != os.path.splitext(images.paths[n])[1]:
+        if before is None or find_ending(path) != find_ending(images.paths[n]):
             continue
-        with images.open(n) as file:
-            size = file.seek(0, os.SEEK_END)
+        size, is_compared = images.sample_sizes(range(n, n + 1))[n], True
         if size != before:
             raise UserError(
-                f"{images.where(n)} has {size:,} bytes, and had {before:,} when {path} was "
+                f"{images.where(n)} has {size or 0:,} bytes, and had {before:,} when {path} was "
                 f"labeled: it is another image of the same name; label {images.root}"
             )
+    return is_compared
+
+
+def compare_fingerprint(store: ScoreMapStore, images: Images, rows: np.ndarray) -> bool:
+    """Compare the fingerprint of a store with that of `images` under their labeled names.
+
+    Returns False, and compares nothing, unless they are all images of the store in files of the
+    same types. Raises UserError if the fingerprints differ.
+    """
+    paths = store.paths()
+    if len(rows) != len(paths):
+        return False
+    image_of_row = np.argsort(rows)
+    stored, now = (list(map(find_ending, each)) for each in (paths, images.paths))
+    if stored != [now[n] for n in image_of_row.tolist()]:
+        return False
+    sampled = image_of_row[sample_evenly(len(paths), SIZED_FILES)].tolist()
+    sizes = [images.sample_sizes(range(n, n + 1))[n] for n in sampled]
+    if not store.describes(hash_images(paths, store.labels, sizes)):
+        raise UserError(
+            f"{images.root} has the names and labels of the maps in {store.path}, but its files "
+            "have other sizes than the labeled ones: they are other images, or were written again; "
+            f"label {images.root}"
+        )
+    return True
 
 
 def select_maps(
@@ -144,7 +182,3 @@ def select_maps(
         split: split of the dataset.
     """
     print(summary(select(ScoreMapStore(store), Images(data, dataset, split), out)))
-    print(
-        "images and maps were matched by name and label; if other images may have the same names, "
-        "as those of another split, compare them with densefeed audit"
-    )

@@ -20,6 +20,7 @@ from densefeed.storage.dataset_names import MOST_CLASSES
 from densefeed.storage.hdf5_layout import Dataset, Layout, LayoutError, read_layout
 from densefeed.storage.row_codecs import Absent, Form, FormError
 from densefeed.system.errors import UserError, explain_os_error, first_line
+from densefeed.system.file_kinds import name_kind
 from densefeed.system.files import name_errors, open_regular
 from densefeed.system.json_files import parse_json
 
@@ -191,6 +192,12 @@ class StoreFile:
         try:
             layout = read_layout(self.descriptor, ("densefeed", "names_crc32"))
         except LayoutError as error:
+            kind = name_kind(self.descriptor)
+            if kind and "HDF5" not in kind:
+                raise UserError(
+                    f"{path} is {kind}, and not a file of score maps; give the file that densefeed "
+                    "label wrote"
+                ) from None
             raise UserError(
                 f"{path} is not a complete file of score maps ({error}); copy it again or relabel"
             ) from None

@@ -125,8 +125,10 @@ def hash_file(path: Path) -> str:
 def check_local_rows(path: Path) -> None:
     """Raise UserError for score maps in object storage, whose URL was read as a path."""
     if url := find_url(path):
+        # s3:///x was read as s3:/x too, and fetch would then not know the bucket x.
+        place = url if url.key else "s3://BUCKET/FOLDER"
         raise UserError(
-            f"{url} is in object storage; copy it with `densefeed score-maps fetch {url} "
+            f"{url} is in object storage; copy it with `densefeed score-maps fetch {place} "
             "maps`, and name the copy"
         )
 

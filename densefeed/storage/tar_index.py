@@ -31,7 +31,7 @@ MOST_CLS, MOST_JSON = 32, 2**20
 # Bytes of a request while an object is indexed: at 20 ms each and 100 MB/s, waiting is a fifth.
 REQUESTED = 2**23
 # The form of a kept index. Change it with the rules of this file: others are then not used.
-FORM = 2
+FORM = 3
 
 
 class TarIndex(NamedTuple):
@@ -42,6 +42,7 @@ class TarIndex(NamedTuple):
     offsets: list[int]  # of the images, bytes
     sizes: list[int]  # bytes
     left_out: dict[str, int]  # what was left out, and how often
+    system: list[str]  # hidden and system files and folders that were left out
 
 
 class Sample:
@@ -108,7 +109,7 @@ def load_index(kept: Path) -> TarIndex | None:
 
 def read_index(file: BufferedReader, path: Path | ObjectURL) -> TarIndex:
     """Find the samples of an open tar. UserError as `index_tar`."""
-    samples, others = group_members(file, path)
+    samples, others, system = group_members(file, path)
     found = [sample for sample in samples if sample.image]
     left_out = Counter({"other files": others, "samples without an image": len(samples)})
     left_out["samples without an image"] -= len(found)
@@ -121,19 +122,26 @@ def read_index(file: BufferedReader, path: Path | ObjectURL) -> TarIndex:
         [sample.image.offset for sample in found],
         [sample.image.size for sample in found],
         dict(+left_out),
+        sorted(system),
     )
 
 
-def group_members(file: BufferedReader, path: Path | ObjectURL) -> tuple[list[Sample], int]:
-    """Return the samples of a tar, and the number of files that belong to none.
+def group_members(
+    file: BufferedReader, path: Path | ObjectURL
+) -> tuple[list[Sample], int, set[str]]:
+    """Return the samples of a tar, the number of files that belong to none, and system names.
 
     UserError for a name that no folder could have, and for two images or labels of a sample.
     """
     samples: dict[str, Sample] = {}
-    others = 0
+    others, system = 0, set()
     for member in read_members(file, path):
         if fault := find_path_fault(member.name):
             raise UserError(f"{path}: the name {member.name[:80]!r} {fault}; write the tar again")
+        # Counted once for a whole folder, as on a disk.
+        if entry := find_system_entry(member.name):
+            system.add(entry)
+            continue
         key, kind = split_name(member.name)
         if not kind:
             others += 1
@@ -152,7 +160,7 @@ def group_members(file: BufferedReader, path: Path | ObjectURL) -> tuple[list[Sa
             # It counts only if the sample has an image.
             except UserError as error:
                 sample.label = error
-    return list(samples.values()), others
+    return list(samples.values()), others, system
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -161,7 +169,7 @@ def split_name(name: str) -> tuple[str, str]:
     stem, _, extensions = file.partition(".")
     ending = "." + extensions.rpartition(".")[2].lower()
     kind = {".cls": "cls", ".json": "json"}.get(ending, "image" if ending in ENDINGS else "")
-    return folder + slash + stem, "" if find_system_entry(name) else kind
+    return folder + slash + stem, kind
 
 
 def read_label(

@@ -50,8 +50,9 @@ def call(name: str, *words: str) -> None:
 def list_commands(name: str) -> None:
     """Print a line for each subcommand. Raises UserError for the `name` of none."""
     if name not in ("-h", "--help"):
-        like = get_close_matches(name, COMMANDS) or COMMANDS
-        raise UserError(f"densefeed has no command {name!r}; choose from {', '.join(like)}")
+        like = get_close_matches(name, COMMANDS, cutoff=0.5)
+        near = f"try {', '.join(like)}, or see" if like else "see all with"
+        raise UserError(f"densefeed has no command {name!r}; {near} densefeed --help")
     print("usage: densefeed COMMAND ...")
     print()
     for command, module in COMMANDS.items():

@@ -66,7 +66,8 @@ def warn_busy() -> None:
     if load := describe_load(BUSY):
         print(
             f"warning: other processes keep this machine busy ({load}), and until they end this "
-            "may take several times as long",
+            "may take several times as long; with OMP_NUM_THREADS=1 it may take less "
+            "(docs/faq.md)",
             file=sys.stderr,
             flush=True,
         )

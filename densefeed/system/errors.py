@@ -211,6 +211,14 @@ def make_command(
     return command
 
 
+def install_extra(extra: str) -> str:
+    """Return what to run for an optional part, an extra of pyproject.toml.
+
+    The package is on no index, so pip installs it from the checkout alone.
+    """
+    return f'run `pip install ".[{extra}]"` in the checkout of densefeed'
+
+
 def stop(sentence: str) -> None:
     """Print `sentence` on stderr and exit with code 2."""
     # Messages of libraries may have several lines.

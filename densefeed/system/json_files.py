@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from densefeed.system.errors import UserError
+from densefeed.system.file_kinds import name_kind
 from densefeed.system.files import open_regular
 
 # Bytes of a file. A list of empty lists takes 25 times as many in memory, here 100 MB and 2 s.
@@ -37,6 +38,9 @@ def read_json(
         if not isinstance(value, kind):
             raise ValueError(f"it does not hold {KINDS[kind]}")
     except ValueError as error:
+        kind = name_kind(path)
+        if kind not in ("", "a JSON file"):
+            raise UserError(f"{path} is {kind}, and not a JSON file; {remedy}") from None
         raise UserError(f"{path} is damaged ({error}); {remedy}") from None
     return value
 

@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from densefeed.system.errors import UserError
+from densefeed.system.errors import UserError, install_extra
 from densefeed.system.files import scratch_folder
 from densefeed.system.object_url import ObjectURL
 
@@ -128,9 +128,7 @@ def open_bucket(bucket: str) -> Any:
     try:
         from obstore.store import from_url
     except ImportError:
-        raise UserError(
-            f'{bucket} needs the package obstore; run `pip install "densefeed[cloud]"`'
-        ) from None
+        raise UserError(f"{bucket} needs the package obstore; {install_extra('cloud')}") from None
     for name in ENDPOINTS:
         # obstore would panic.
         if not re.match(r"https?://[\w\[]", os.environ.get(name, "https://x")):

@@ -7,6 +7,10 @@ from densefeed.system.errors import UserError, restore_url
 from densefeed.system.terminal import escape_controls
 
 BUCKET = re.compile(r"(s3|gs|az)://[A-Za-z0-9][A-Za-z0-9._-]*")
+# What is left of a URL of another kind that was read as a path.
+OTHER_URL = re.compile(
+    r"(https?|ftp|file|hdfs|s3[an]?|gs|gcs|az|abfss?|hf):/(?=[^/])", re.IGNORECASE
+)
 # Control characters, which the client refuses, and halves of surrogate pairs, which are not UTF-8.
 UNUSABLE = re.compile("[\0-\x1f\x7f\ud800-\udfff]")
 
@@ -74,8 +78,11 @@ def parse_location(text: str) -> Path | ObjectURL:
 
 
 def find_url(path: Path) -> ObjectURL | None:
-    """Return the URL that was read as a path, as by an option that takes only paths."""
-    url = restore_url(path)
+    """Return the URL that was read as a path, as by an option that takes only paths.
+
+    UserError for one that `parse_location` refuses.
+    """
+    url = restore_url(path) or (OTHER_URL.match(str(path)) and OTHER_URL.sub(r"\1://", str(path)))
     return ObjectURL(url) if url else None
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import tyro
 from typeguard import CollectionCheckStrategy, TypeCheckError
 from typeguard import check_type as check
+from tyro.conf import arg
 from tyro.constructors import PrimitiveConstructorSpec
 
 from densefeed.system.errors import UserError
@@ -58,6 +59,23 @@ Count = Annotated[int, Bounds(1)]
 NonNegative = Annotated[float, Bounds(0)]
 NonNegativeInt = Annotated[int, Bounds(0)]
 Fraction = Annotated[float, Bounds(0, 1)]
+
+
+def list_values(metavar: str, **how: str) -> Any:
+    """Return the annotation of an option of several values, for a --help that is read with ease.
+
+    tyro itself prints `[INT [INT ...]]` and `(default: )`. `how` are arguments of `tyro.conf.arg`.
+    """
+
+    def show(default: str) -> str:
+        return f"(default: {default or 'none'})"
+
+    return arg(metavar=f"{metavar} ...", help_behavior_hint=show, **how)
+
+
+Texts = Annotated[tuple[str, ...], list_values("STR")]
+Integers = Annotated[tuple[int, ...], list_values("INT")]
+Numbers = Annotated[tuple[float, ...], list_values("FLOAT")]
 # A local path, or a URL of object storage, which a Path would not keep.
 Location = Annotated[
     Path | ObjectURL,

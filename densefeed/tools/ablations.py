@@ -26,6 +26,7 @@ from densefeed.recipes.ablations import RUNS, TABLES
 from densefeed.recipes.digit_flow import DigitOptions, prepare_data
 from densefeed.recipes.flow import format_spread, read_top1, train_model
 from densefeed.system.errors import UserError, make_command
+from densefeed.system.options import Texts
 from densefeed.system.terminal import print, print_table
 
 
@@ -34,7 +35,7 @@ class Ablations(DigitOptions):
     """The rows to run."""
 
     out: Path = Path("ablations")  # folder for everything, with a folder seed-N for each seed
-    rows: tuple[str, ...] = tuple(RUNS)  # names of the rows to run
+    rows: Texts = tuple(RUNS)  # names of the rows to run
 
 
 def main(options: Ablations) -> None:

@@ -24,7 +24,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
@@ -75,7 +75,15 @@ from densefeed.system.files import (
     open_regular,
     replace_file,
 )
-from densefeed.system.options import Beside, Bounds, Count, NonNegativeInt, own_first
+from densefeed.system.options import (
+    Beside,
+    Bounds,
+    Count,
+    Integers,
+    NonNegativeInt,
+    Texts,
+    own_first,
+)
 from densefeed.system.progress import steps_bar
 from densefeed.system.terminal import escape_controls, print
 from densefeed.training.load_model import (
@@ -104,11 +112,12 @@ class Explanations(DecodeOptions, DeviceOptions):
     # a run folder of densefeed train, a checkpoint, or timm's name of a model with published
     # weights
     source: tyro.conf.Positional[str]
-    images: tuple[Path, ...]  # image files, and folders of images
+    # image files, and folders of images
+    images: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PATH ...")]
     out: Path  # the HTML file to write
-    classes: tuple[str, ...] = ()  # names or numbers of classes to explain in every image
+    classes: Texts = ()  # names or numbers of classes to explain in every image
     # numbers from 1 of the layers whose matrix and features are shown; empty: four, evenly spaced
-    layers: tuple[int, ...] = ()
+    layers: Integers = ()
     count: NonNegativeInt = 0  # how many of the images, evenly spaced; 0: all
     split: str = "val"  # split of a folder that holds train/ and val/
     maps: Path | None = None  # score maps of the folder of images, whose token labels are drawn

@@ -31,7 +31,7 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +45,7 @@ import tyro
 # timm's own writer of config.json; its public function, push_to_hf_hub, uploads.
 from timm.models._hub import save_config_for_hf
 
-from densefeed.system.errors import BusyError, UserError, first_line, make_command
+from densefeed.system.errors import BusyError, UserError, first_line, install_extra, make_command
 from densefeed.system.files import (
     check_regular,
     check_utf8,
@@ -142,9 +142,7 @@ def check_onnx_packages() -> None:
     """Raise UserError if a package that ONNX export needs is missing."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(
-            f"--format onnx needs {', '.join(missing)}; run `pip install {' '.join(missing)}`"
-        )
+        raise UserError(f"--format onnx needs {', '.join(missing)}; {install_extra('export')}")
 
 
 def write_onnx(trained: Trained, path: Path) -> None:
@@ -223,16 +221,26 @@ def check_onnx(trained: Trained, path: Path) -> float:
     return worst
 
 
+def check_new(files: Iterable[Path]) -> None:
+    """Raise UserError if an export would replace one of these files."""
+    for path in files:
+        check_regular(path)
+        if path.exists():
+            raise UserError(f"{path} exists already; remove it or choose another --out")
+
+
 def write_files(trained: Trained, files: Mapping[Path, Callable], out: Path) -> str:
     """Write the files of a folder, config.json first, by their functions; return how ONNX compares.
 
     No file gets its name before all are complete.
     """
-    config, agreement = out / "config.json", ""
+    agreement = ""
     make_folder(out)
     with ExitStack() as stack:
         # Two exports at once could leave the weights of one with the config of the other.
         stack.callback(os.close, open_locked(out, os.O_RDONLY))
+        # Another export may have ended since.
+        check_new(files)
         parts = {path: stack.enter_context(replace_file(path)) for path in files}
         for path, write in files.items():
             with name_errors(path):
@@ -240,14 +248,11 @@ def write_files(trained: Trained, files: Mapping[Path, Callable], out: Path) -> 
         if out / ONNX in files:
             error = check_onnx(trained, parts[out / ONNX])
             agreement = f"; ONNX within {error:.0e} of PyTorch"
-        # A sync that fails must leave the old files, so it comes before the next step.
+        # The stack names config.json last, so a kill between two names leaves a folder that does
+        # not load. A sync that fails must leave no file with a name.
         for path, part in parts.items():
             with name_errors(path):
                 sync(part)
-        # The stack names config.json last. A kill between two names leaves a folder that does not
-        # load, and never the config of one model with the weights of another.
-        if config in files:
-            config.unlink(missing_ok=True)
     return agreement
 
 
@@ -264,8 +269,7 @@ def main(export: Export) -> list[Path]:
         # Before the model is loaded, which may take long.
         check_onnx_packages()
         files[out / ONNX] = write_onnx
-    for path in files:
-        check_regular(path)
+    check_new(files)
     trained = open_trained(export.checkpoint, export.weights, export.model, export.size)
     check_outputs(trained)
     new_folder = not out.exists()

@@ -57,7 +57,7 @@ from densefeed.storage.tensor_files import TensorFiles
 from densefeed.system.devices import ThreadOptions
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import check_absent, check_ending
-from densefeed.system.options import Beside, Location, NonNegativeInt, own_first
+from densefeed.system.options import Beside, Location, NonNegativeInt, flag, own_first
 from densefeed.system.terminal import print
 
 
@@ -114,11 +114,6 @@ def main(options: Import) -> None:
     if matching.folders:
         print(f"images of {options.data} and maps are matched by their names without folders")
     side, top_k = probe(images, matching)
-    finding = [name for name in ("footprint", "axes") if getattr(options, name) == "find"]
-    if finding and not options.reference:
-        raise UserError(
-            f"--{finding[0]} find needs a model to hold the maps against; give --reference"
-        )
     pack = declare(options, matching, side, top_k)
     models = None
     if options.reference:
@@ -187,19 +182,28 @@ def find_pack_layout(options: Import, pack: Pack, images: Images, models: Refere
 def declare(options: Import, matching: Matching, side: int, top_k: int) -> Pack:
     """Return the pack as declared, or as published where nothing was declared.
 
-    Raises UserError if neither is known.
+    Raises UserError, which names all missing options, if neither is known.
     """
     known = PUBLISHED.get((side, top_k))
     # A layout that is still to be found is the usual one until then.
     footprint = "squash" if options.footprint == "find" else options.footprint
     axes = "row-column" if options.axes == "find" else options.axes
     given = {"teacher": options.teacher, "input_size": options.input_size, "footprint": footprint}
-    missing = ["--" + name.replace("_", "-") for name, value in given.items() if not value]
-    if known is None and missing:
-        raise UserError(
-            f"{options.labels} has maps of {side} x {side} cells, top {top_k}, which no published "
-            f"pack has; give {' and '.join(missing)}"
-        )
+    missing, why = [], []
+    if known is None:
+        missing = [flag(name) for name, value in given.items() if not value]
+    if missing:
+        why += [
+            f"{options.labels} has maps of {side} x {side} cells, top {top_k}, which no "
+            "published pack has"
+        ]
+    found = [name for name in ("footprint", "axes") if getattr(options, name) == "find"]
+    if found and not options.reference:
+        why += [f"--{found[0]} find needs a model to hold the maps against"]
+        missing += ["--reference"]
+    # All at once: each is found out only after the images have been listed.
+    if missing:
+        raise UserError(f"{', and '.join(why)}; give {' and '.join(missing)}")
     chosen = {name: value or getattr(known, name) for name, value in given.items()}
     chosen["reference"] = options.reference
     return Pack(matching=matching, side=side, top_k=top_k, axes=axes, **chosen)

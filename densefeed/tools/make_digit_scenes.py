@@ -22,7 +22,7 @@ from numpy.random import Generator, default_rng
 from PIL import Image
 
 from densefeed.storage.scenes import BOXES, cut_window, encode_scene, load_photographs, write_boxes
-from densefeed.system.errors import make_command
+from densefeed.system.errors import UserError, first_line, install_extra, make_command
 from densefeed.system.files import create_folder
 from densefeed.system.options import Bounds, NonNegativeInt, Options
 from densefeed.system.progress import bar
@@ -80,7 +80,12 @@ def write_scenes(scenes: Scenes, folder: Path) -> dict[str, list[dict]]:
 
 def load_scans() -> dict[str, list[np.ndarray]]:
     """Return the scans of each split, by class: opacity in [0, 1], `[n, 8, 8]`."""
-    from sklearn.datasets import load_digits
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise UserError(
+            f"the scenes need scikit-learn ({first_line(error)}); {install_extra('demo')}"
+        ) from error
 
     digits = load_digits()
     # The scans have 17 levels, 0 to 16.

@@ -116,7 +116,12 @@ def costs_by_name(name: str, size: int = 0) -> tuple[Costs, int]:
 class ModelCosts(Options):
     """The models to count."""
 
-    models: tyro.conf.Positional[tuple[str, ...]]  # names of timm's models and ours
+    # names of timm's models and ours
+    models: tyro.conf.Positional[
+        Annotated[
+            tuple[str, ...], tyro.conf.arg(metavar="MODEL ...", help_behavior_hint="(required)")
+        ]
+    ]
     # side of the input, pixels; 0: each model's own
     size: Annotated[int, Bounds(0, MOST_SIDE)] = 0
 

@@ -55,7 +55,13 @@ from densefeed.storage import indexed_jpeg
 from densefeed.storage.beton import JPEG, PAGE, PLANES, RAW, map_arrays, map_fields
 from densefeed.storage.beton_images import open_images
 from densefeed.storage.beton_writer import FAILED, PACKED, BetonWriter, Sample
-from densefeed.storage.dataset_names import find_unused, hash_images, list_some
+from densefeed.storage.dataset_names import (
+    SPLITS,
+    check_two_classes,
+    find_unused,
+    hash_images,
+    list_some,
+)
 from densefeed.storage.fetch import make_local
 from densefeed.storage.images import (
     DecodeOptions,
@@ -133,12 +139,9 @@ def main(packing: Packing) -> None:
     limit_pixels(packing.max_pixels)
     images = open_images(packing.data, packing.dataset, packing.split, packing)
     images.describe_split()
-    # Not refused: a validation split may have images of one class.
-    if len(images.class_names) == 1:
-        print(
-            f"warning: {packing.data} has one class alone, {images.class_names[0]!r}, which cannot "
-            "be trained on; is it the folder that holds a folder of images for each class?"
-        )
+    # Images of one class may be all of a validation split.
+    if packing.split in SPLITS[0] or not images.reads_split:
+        check_two_classes(packing.data, images.class_names)
     fingerprint, fields = images.fingerprint(), []
     store, rows = open_maps(packing, images) if packing.maps else (None, None)
     notes = {"class_names": images.class_names, "fingerprint": fingerprint}
@@ -170,8 +173,9 @@ def main(packing: Packing) -> None:
         stored = writer.tags[writer.state == PACKED]
         encoded = np.nonzero(writer.tags == ENCODED)[0]
         jpegs = int((writer.modes[writer.state == PACKED] == JPEG).sum())
-    with_maps, size = " with score maps" if store else "", packing.out.stat().st_size
-    print(f"{packing.out}: {len(stored):,} images{with_maps}, {size / 2**20:,.1f} MiB")
+    with_maps, blocks = " with score maps" if store else "", packing.out.stat().st_blocks
+    # Pages of 8 MiB and their alignment leave holes, which take no space: units of 512 bytes.
+    print(f"{packing.out}: {len(stored):,} images{with_maps}, {512 * blocks / 2**20:,.1f} MiB")
     if pixels := (stored == PIXELS).sum():
         print(
             f"stored as raw pixels: {pixels:,} images that are not JPEGs "

@@ -29,7 +29,7 @@ from densefeed.recipes.flow import AGAIN, FlowOptions, format_spread, run_step, 
 from densefeed.storage.scenes import BOXES
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.json_files import check_number, read_json
-from densefeed.system.options import Count, NonNegativeInt
+from densefeed.system.options import Count, NonNegativeInt, Texts
 from densefeed.system.terminal import print, print_table
 
 TEACHER = "densefeed.models.efficientnet_lite:lite2"
@@ -59,7 +59,7 @@ class Photos(FlowOptions):
     # standard deviation
     out: Path = Path("photos")
     # students to train, by the names of their recipes photos_..., e.g. also token-label-mixtoken
-    students: tuple[str, ...] = USUAL
+    students: Texts = USUAL
     # folder of the cut-outs' packages, see densefeed photo-scenes
     cache: Path | None = None
 

@@ -22,7 +22,7 @@ from densefeed.recipes.digit_flow import DigitOptions, prepare_data
 from densefeed.recipes.flow import AGAIN, format_spread, read_top1, run_step, train_model
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.json_files import check_number, read_json
-from densefeed.system.options import Count
+from densefeed.system.options import Count, Texts
 from densefeed.system.terminal import print, print_table
 
 STUDENTS = {
@@ -53,7 +53,7 @@ class Quickstart(DigitOptions):
     out: Path = Path("quickstart")
     # students to train, by the names of their recipes quickstart_..., e.g. also
     # token-label-published
-    students: tuple[str, ...] = tuple(STUDENTS)[:-1]
+    students: Texts = tuple(STUDENTS)[:-1]
 
 
 def read_purity(report: Path) -> dict[str, dict[str, float]]:

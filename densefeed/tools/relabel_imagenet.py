@@ -46,15 +46,18 @@ if not __package__:
     import script_start  # noqa: F401
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro.conf import UseAppendAction
 
+from densefeed.models import checkpoints
 from densefeed.relabel.audit import print_accuracy
 from densefeed.relabel.estimates import estimate_pass
 from densefeed.relabel.labeling import Pass, begin_pass
-from densefeed.relabel.load_teacher import load_teacher
+from densefeed.relabel.load_teacher import describe_numbers, is_checkpoint, load_teacher
 from densefeed.relabel.ray_workers import Engine, run_on_ray
 from densefeed.relabel.rendering import NativeRender
 from densefeed.relabel.scoring import Compile, Precision, choose_compile
@@ -69,8 +72,17 @@ from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.storage.shard_plan import SHARD_IMAGES
 from densefeed.system.devices import DeviceOptions, ThreadOptions, choose_rank_device, warn_busy
 from densefeed.system.errors import UserError, make_command
+from densefeed.system.json_files import is_number, read_json
 from densefeed.system.object_url import ObjectURL
-from densefeed.system.options import Bounds, Count, Location, NonNegativeInt, own_first
+from densefeed.system.options import (
+    Bounds,
+    Count,
+    Integers,
+    Location,
+    NonNegativeInt,
+    Texts,
+    own_first,
+)
 from densefeed.system.terminal import print
 
 
@@ -88,11 +100,11 @@ class Labeling(SplitOptions, DecodeOptions, ThreadOptions, DeviceOptions):
     # ensemble
     teacher: UseAppendAction[tuple[str, ...]]
     # timm's name of the model, for a checkpoint that does not contain it; once, or for each teacher
-    model: tuple[str, ...] = ()
+    model: Texts = ()
     # side of the teacher's input, pixels; once, or for each teacher
-    input_size: tuple[int, ...] = (576,)
+    input_size: Integers = (576,)
     # JSON or CSV file from the teacher's classes to those of the data; - for none
-    class_map: tuple[str, ...] = ()
+    class_map: Texts = ()
     top_k: Count = 5  # classes kept per cell; all of them if the teacher has fewer
     # part of an image that is shown: squashed, its center square (as published), padded, or tiles
     geometry: Geometry = "squash"
@@ -163,7 +175,7 @@ def main(labeling: Labeling) -> None:
         store = label_shards(labeling, is_first)
     if store is not None:
         print(summary(store))
-        print_accuracy(store)
+        print_accuracy(store, describe_training(labeling.teacher, store.header.fingerprint))
     elif labeling.shard and is_first:
         print(
             f"shards {labeling.shard} of {out} are finished; join them with the others by "
@@ -173,6 +185,29 @@ def main(labeling: Labeling) -> None:
         print(f"{out} is finished; copy it with `densefeed score-maps fetch {out} maps`")
     elif is_first:
         print(f"{out} is finished")
+
+
+def describe_training(teachers: Sequence[str], fingerprint: str) -> str:
+    """Describe the teachers that were trained on the images of this fingerprint; "" without one."""
+    parts = []
+    for source in filter(is_checkpoint, teachers):
+        path = checkpoints.find_file(Path(source))
+        if checkpoints.load(path).get("fingerprint") == fingerprint:
+            parts.append(f"{source} was trained on these images{describe_validation(path)}")
+    return f"note: {'; '.join(parts)}; on new images the maps are worse" if parts else ""
+
+
+def describe_validation(path: Path) -> str:
+    """Describe the validation accuracy of the finished run of a checkpoint; "" if it is unknown."""
+    try:
+        result = read_json(path.with_name("result.json"), "train again")
+    # The run may not be finished, or only its checkpoint was copied.
+    except (OSError, UserError):
+        return ""
+    top1 = result.get("top1_ema", result.get("top1"))
+    if not is_number(top1):
+        return ""
+    return f", and its validation accuracy was {100 * top1:.1f} %"
 
 
 def label_shards(labeling: Labeling, shows: bool = False) -> ScoreMapStore | None:
@@ -210,6 +245,11 @@ def begin(labeling: Labeling, shows: bool) -> Pass:
         f"{images.root}"
         for network in teacher.networks
         if network.by_order
+    ]
+    caveats += [
+        describe_numbers(images.root, network.name, network.by_number)
+        for network in teacher.networks
+        if network.by_number
     ]
     for caveat in caveats if shows else ():
         print(f"note: {caveat}")

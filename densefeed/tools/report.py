@@ -20,7 +20,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ from densefeed.pipelines.loader import Source, ThreadedLoader
 from densefeed.pipelines.open import open_dataset
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.shapes import describe_shape
+from densefeed.storage.dataset_names import list_some
 from densefeed.storage.images import Images
 from densefeed.system.errors import UserError, make_command, restore_url
 from densefeed.system.files import check_ending, open_regular, replace_file
@@ -83,7 +84,11 @@ class Report(Options):
     """The runs to show."""
 
     # run folders of densefeed train
-    runs: tyro.conf.Positional[tuple[Path, ...]]
+    runs: tyro.conf.Positional[
+        Annotated[
+            tuple[Path, ...], tyro.conf.arg(metavar="RUN ...", help_behavior_hint="(required)")
+        ]
+    ]
     boxes: Path | None = None  # true boxes of the training images, to count correct labels
     out: Path | None = None  # the HTML to write; default: report.html in the last run's folder
 
@@ -129,9 +134,11 @@ def name_missing(folder: Path) -> Iterator[None]:
         if restore_url(folder):
             raise
         missing = Path(error.filename).name
+        inside = [str(path.parent) for path in sorted(folder.glob("*/config.json"))]
+        known = f"give those that it holds: {list_some(inside)}" if inside else ""
         raise UserError(
-            f"{folder} is not a run folder ({missing} is missing); give a run folder of densefeed "
-            "train"
+            f"{folder} is not a run folder ({missing} is missing); "
+            f"{known or 'give a run folder of densefeed train'}"
         ) from None
 
 

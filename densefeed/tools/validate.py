@@ -56,7 +56,12 @@ from densefeed.pipelines.loader import Source, ThreadedLoader
 from densefeed.pipelines.open import BUILTIN, LOADERS, Filter, choose_loader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.storage.beton import is_beton
-from densefeed.storage.dataset_names import describe_lookalikes, list_some, match_forms
+from densefeed.storage.dataset_names import (
+    describe_lookalikes,
+    list_some,
+    match_forms,
+    match_numbers,
+)
 from densefeed.storage.geometry import LEAST_CROP
 from densefeed.storage.images import DecodeOptions, limit_pixels
 from densefeed.system.devices import DeviceOptions, ThreadOptions, choose_device, synchronize
@@ -127,8 +132,8 @@ def match_classes(
         found = match_forms(data, names)
         if names and set(found) <= set(place):
             return Match([place[name] for name in found], "name")
-    if all(name.isdecimal() for name in data) and max(map(int, data)) < num_classes:
-        return Match([int(name) for name in data], "number")
+    if numbers := match_numbers(data, num_classes):
+        return Match(numbers, "number")
     if unnamed and not stand_in and len(data) == num_classes:
         return Match(list(range(num_classes)), "order")
     known = stand_in if unnamed else model
@@ -143,19 +148,21 @@ def match_classes(
     )
 
 
-def warn_of_numbers(match: Match, data: list[str], trained: Trained, path: Path) -> None:
-    """Warn if classes match by number and may be others: not as many, or with names in the model.
+def warn_of_others(match: Match, data: list[str], trained: Trained, path: Path) -> None:
+    """Warn if classes match by number or order, not by name, and may be others.
 
-    The 1,000 classes of ImageNet-V2 are numbers too.
+    By number they may be if they are not as many, or if the model has names; the 1,000 classes of
+    ImageNet-V2 are numbers too. By order they may be if the model has names, which then differ.
     """
     names, count = trained.class_names, trained.model.num_classes
     others = len(data) != count or (names and not imagenet_names(trained.model))
-    if match.by == "number" and others:
+    if match.by != "name" and others:
+        why = "have numbers for names" if match.by == "number" else "have other names"
         first = f", as {data[0]} with {names[match.columns[0]]!r}" if names else ""
         print(
-            f"warning: the {len(data):,} classes of {path} have numbers for names and were matched "
-            f"by number with the {count:,} of the model{first}; if these are other classes, the "
-            "accuracy is meaningless",
+            f"warning: the {len(data):,} classes of {path} {why} and were matched by {match.by} "
+            f"with the {count:,} of the model{first}; if these are other classes, the accuracy is "
+            "meaningless",
             file=sys.stderr,
             flush=True,
         )
@@ -393,7 +400,7 @@ def main(options: Validation) -> dict:
     with closing(make_loader(source, plan, options.threads, "raise", False, device)) as loader:
         stand_in = imagenet_names(model)
         match = match_classes(source.class_names, trained.class_names, model.num_classes, stand_in)
-        warn_of_numbers(match, source.class_names, trained, options.data)
+        warn_of_others(match, source.class_names, trained, options.data)
         real = open_real(options.real, source, options.data) if options.real else None
         model.to(device, memory_format=torch.channels_last)
         normalize = Normalize(trained.mean, trained.std).to(device)

@@ -9,6 +9,7 @@ from densefeed.models.token_transformer import TokenTransformer, has_tokens, nam
 from densefeed.objectives.base import Objective, get_networks
 from densefeed.pipelines.open import DataOptions
 from densefeed.pipelines.shapes import Shape, describe_shape
+from densefeed.step import read_patch_size
 from densefeed.system.errors import UserError, first_line, is_out_of_memory
 from densefeed.training.config import ModelOptions
 from densefeed.training.ranks import Ranks
@@ -50,7 +51,7 @@ def model_arguments(
 
 
 def check_tokens(name: str, model: nn.Module | None, objective: Objective) -> None:
-    """Raise UserError for a model without the token head or the MixToken that a run needs.
+    """Raise UserError for a model without the token head, patch size or MixToken of a run.
 
     `model` is None if it cannot be built with a token head.
     """
@@ -65,6 +66,8 @@ def check_tokens(name: str, model: nn.Module | None, objective: Objective) -> No
         raise UserError(
             f"{name} cannot exchange tokens (MixToken); choose {ours}, or --no-mixtoken"
         )
+    if objective.needs_tokens:
+        read_patch_size(model, objective)
 
 
 def build_model(

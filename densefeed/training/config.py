@@ -31,6 +31,7 @@ from densefeed.system.options import (
     from_dict,
     hints,
     leaves,
+    list_values,
     own_first,
     parse_arguments,
     with_options,
@@ -45,7 +46,7 @@ class ModelOptions(Options):
     # any timm classifier; token-label needs a token head (lvvit_*, dhvt_*, t2t_vit_*, or your own)
     name: Annotated[str, arg(name="model")] = "lvvit_s"
     # more arguments of the model, each NAME=VALUE with a Python value, e.g. depth=12
-    kwargs: Annotated[tuple[str, ...], arg(name="model-kwargs")] = ()
+    kwargs: Annotated[tuple[str, ...], list_values("STR", name="model-kwargs")] = ()
     # initial weights: a run folder or a checkpoint of a run, of the published LV-ViT, or of timm
     # for this model
     init: Path | None = None

@@ -19,6 +19,7 @@ from densefeed.objectives.base import Objective
 from densefeed.pipelines.loader import Source, ThreadedLoader
 from densefeed.pipelines.mixing import check_pairs
 from densefeed.pipelines.open import DataOptions, Mode, open_dataset
+from densefeed.pipelines.plan import EpochPlan
 from densefeed.storage.dataset_names import (
     check_two_classes,
     describe_lookalikes,
@@ -27,7 +28,7 @@ from densefeed.storage.dataset_names import (
 )
 from densefeed.storage.geometry import teacher_window
 from densefeed.storage.packs import describe_doubt
-from densefeed.system.errors import UserError
+from densefeed.system.errors import UserError, install_extra
 from densefeed.system.terminal import print
 from densefeed.training.build import autocast_dtype, build_model
 from densefeed.training.compile import can_capture
@@ -124,6 +125,8 @@ def setup_run(config: Config, ranks: Ranks) -> Run:
     align_classes(data, loader, val, ranks)
     check_datasets(data, objective, loader)
     if ranks.is_first:
+        if padding := describe_padding(loader.plan):
+            print(f"note: {padding}")
         warn_shared_images(data, loader.source, val.source)
         doubt = describe_doubt(loader.source.teacher, data.maps_name)
         if objective.needs_score_maps and doubt:
@@ -286,7 +289,7 @@ def import_wandb() -> ModuleType:
         import wandb  # pyright: ignore[reportMissingImports] (optional)
     except ImportError as error:
         raise UserError(
-            "--wandb needs the package wandb; `pip install wandb`, or remove the option"
+            f"--wandb needs the package wandb; {install_extra('wandb')}, or remove the option"
         ) from error
     return wandb
 
@@ -303,6 +306,18 @@ def check_frozen(objective: Objective) -> None:
             "--frozen-statistics keeps the statistics of BatchNorm, and the network that "
             f"{objective.flag} adds begins without any; give one of the two"
         )
+
+
+def describe_padding(plan: EpochPlan) -> str:
+    """Describe how much of its batches is padding where one is larger than the training set."""
+    shown = plan.num_samples * plan.repeats
+    if plan.batch <= shown:
+        return ""
+    return (
+        f"--batch {plan.batch:,} is larger than the training set of {plan.num_samples:,} images, "
+        f"so {1 - shown / plan.batch:.0%} of each batch is padding, which takes time and does not "
+        "count; give a smaller --batch"
+    )
 
 
 def check_same_on_ranks(ranks: Ranks, train: ThreadedLoader, val: ThreadedLoader) -> None:

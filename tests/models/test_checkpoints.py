@@ -160,6 +160,62 @@ def test_outside_prefixes_that_all_weights_share_are_removed(tmp_path, prefix, k
         assert all(map(torch.equal, got.state_dict().values(), model.state_dict().values()))
 
 
+@pytest.mark.parametrize(
+    ("others", "taken"),
+    [
+        (["criterion"], "model"),
+        (["ema"], "model"),
+        (["model_ema.module", "criterion"], "net"),
+        (["teacher", "metric"], "student"),
+        (["model.ema"], "model"),
+        (["ema"], ""),
+        (["criterion"], "ema.module"),
+    ],
+)
+@pytest.mark.parametrize("head", [True, False])
+def test_outside_the_network_is_taken_from_among_other_tensors(
+    tmp_path, capsys, others, taken, head
+):
+    """As of a LightningModule with a weighted loss, with EMA weights or a teacher."""
+    model, average = (timm.create_model("resnet10t", num_classes=3) for _ in range(2))
+    state = model.state_dict()
+    if not head:
+        state = {name: t for name, t in state.items() if not name.startswith("fc.")}
+    dot = taken and f"{taken}."
+    weights, left_out = {}, 0
+    # The averages stand first.
+    for other in others:
+        lone = other in ("criterion", "metric")
+        rest = {"weight": torch.ones(3)} if lone else average.state_dict()
+        weights |= {f"{other}.{name}": tensor for name, tensor in rest.items()}
+        left_out += len(rest)
+    weights |= {dot + name: tensor for name, tensor in state.items()}
+    path = tmp_path / "wrapped.ckpt"
+    torch.save({"state_dict": weights, "epoch": 3}, path)
+    note = f"{left_out:,} other tensors of the file left out"
+    if taken:
+        note = f"took the tensors of {taken}.*; {note}"
+    if head:
+        built, _ = checkpoints.build(path, "resnet10t")
+        assert note in capsys.readouterr().out
+        assert all(map(torch.equal, built.state_dict().values(), state.values()))
+    other = timm.create_model("resnet10t", num_classes=3)
+    assert note in checkpoints.initialize(other, path)
+    assert all(torch.equal(other.state_dict()[name], tensor) for name, tensor in state.items())
+
+
+def test_outside_one_nested_dictionary_of_weights_is_taken_under_any_key(tmp_path):
+    model = timm.create_model("resnet10t", num_classes=3)
+    path, state = tmp_path / "x.pth", model.state_dict()
+    torch.save({"network": state, "epoch": 3, "optimizer": {"state": {}, "lr": 0.1}}, path)
+    other = timm.create_model("resnet10t", num_classes=3)
+    checkpoints.initialize(other, path)
+    assert all(map(torch.equal, other.state_dict().values(), state.values()))
+    torch.save({"student": state, "teacher": state}, path)
+    with pytest.raises(checkpoints.CheckpointError, match=r"keys student, teacher; save one of"):
+        checkpoints.initialize(other, path)
+
+
 def test_a_prefix_of_the_model_stays(tmp_path):
     model = torch.nn.Sequential(OrderedDict(net=torch.nn.Linear(2, 3)))
     torch.save(model.state_dict(), tmp_path / "x.pth")
@@ -294,13 +350,16 @@ def test_outside_a_head_of_as_many_other_classes_is_new(tmp_path):
 
 
 @pytest.mark.parametrize("stated", [{}, {"class_names": ["0", "1", "2"]}])
-def test_outside_a_head_without_names_is_said_to_go_by_order(tmp_path, stated):
+def test_outside_a_head_without_names_is_said_to_go_by_order(tmp_path, stated, capsys):
     source = build_random(num_classes=3)
     path = save({"model": source.state_dict()} | stated, tmp_path / "file.pt")
     model = timm.create_model("lvvit_micro", num_classes=3)
     line = checkpoints.initialize(model, path, ["ant", "bee", "cat"])
     assert line.endswith("; classes of its head matched with those of the data by their order")
     assert torch.equal(model.head.weight, source.head.weight)
+    # Numbers are names too, those of a set of digits.
+    differ = "the head (0, 1, 2) have other names than those of the data (ant, bee, cat)"
+    assert (differ in capsys.readouterr().err) == bool(stated)
 
 
 def test_a_head_that_only_the_file_or_the_model_has(tmp_path):

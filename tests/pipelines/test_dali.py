@@ -906,7 +906,7 @@ def test_without_dali_the_error_names_the_package(photos, monkeypatch):
     monkeypatch.setitem(sys.modules, "nvidia.dali.pipeline", None)
     dali.check_installed.cache_clear()
     with pytest.raises(
-        UserError, match=r"--loader dali needs NVIDIA DALI \(.*\); pip install nvidia-dali-cuda130"
+        UserError, match=r'--loader dali needs NVIDIA DALI \(.*\); run `pip install "\.\[dali\]"`'
     ):
         opened(FfcvSource(photos / "x.beton"))
     dali.check_installed.cache_clear()

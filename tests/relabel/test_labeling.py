@@ -63,6 +63,15 @@ def test_all_classes_are_kept_of_a_teacher_that_has_fewer_than_top_k(folder, tmp
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("tta_views", [1, 4])
+def test_outside_a_size_that_the_patch_does_not_divide_is_refused(folder, tmp_path, tta_views):
+    """It was a traceback, also in a dry run."""
+    ours = timm.create_model("lvvit_micro", num_classes=2)
+    scorer = Teacher(ours, 65, "squash", CONFIG, name="ours", tta_views=tta_views)
+    with pytest.raises(UserError, match=r"ours does not take .* of patch_size 8, such as 64 or 72"):
+        label_images(Images(folder, split="train"), scorer, "ours", tmp_path / "x.h5", **options())
+
+
 def normalize(pixels: np.ndarray) -> torch.Tensor:
     """The network's input of rendered pictures."""
     x_NCHW = torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255
@@ -158,13 +167,14 @@ def test_logits_that_float16_cannot_hold_are_refused(bad):
 
 
 @pytest.mark.parametrize(
-    ("accuracy", "said"), [(0.99, "good: "), (0.95, "fair: "), (0.87, "low: ")]
+    ("accuracy", "said"), [(0.99, "good: "), (0.95, "fair: "), (0.874, "87.4 % is too low: ")]
 )
 def test_outside_the_accuracy_of_maps_is_judged(monkeypatch, capsys, accuracy, said):
     monkeypatch.setattr(audit, "measure_accuracy", lambda store: accuracy)
-    print_accuracy(None)
-    line, verdict = capsys.readouterr().out.splitlines()
+    print_accuracy(None, "a caveat")
+    line, caveat, verdict = capsys.readouterr().out.splitlines()
     assert line.endswith(f"image labels: {100 * accuracy:.1f} %")
+    assert caveat == "a caveat"
     assert verdict.startswith(said)
 
 
@@ -455,6 +465,43 @@ def test_outside_a_teacher_without_class_names_is_said_to_go_by_order(settings, 
     (tmp_path / "teacher.safetensors").rename(named)
     relabel_imagenet.main(replace(settings, teacher=(str(named),), dry_run=True))
     assert "matched by order" not in capsys.readouterr().out
+
+
+def test_outside_a_teacher_that_was_trained_on_the_images_is_told(settings, tmp_path, capsys):
+    """With the accuracy of its run on new images; a teacher of other images is not."""
+    images, run = Images(settings.data), tmp_path / "run"
+    run.mkdir()
+    (tmp_path / "result.json").write_text('{"top1": 0.5}')
+    state = {"model": timm.create_model("test_resnet", num_classes=2).state_dict()}
+    for fingerprint, file in ((images.fingerprint(), run / "last.pt"), ("f", tmp_path / "x.pt")):
+        torch.save(state | {"fingerprint": fingerprint}, file)
+    describe, teachers = relabel_imagenet.describe_training, [str(run), str(tmp_path / "x.pt")]
+    told = f"note: {run} was trained on these images"
+    assert describe(teachers, images.fingerprint()) == f"{told}; on new images the maps are worse"
+    (run / "result.json").write_text('{"top1": 0.5, "top1_ema": 0.625}')
+    assert ", and its validation accuracy was 62.5 %; on" in describe(
+        teachers, images.fingerprint()
+    )
+    assert describe(["resnet18", teachers[1]], images.fingerprint()) == ""
+    relabel_imagenet.main(replace(settings, teacher=(str(run),)))
+    printed = capsys.readouterr().out.replace("\n", " ")
+    assert f"{told}, and its validation accuracy was 62.5 %" in printed
+
+
+def test_outside_data_with_numbers_for_names_is_said_to_go_by_number(settings, tmp_path, capsys):
+    images = Images(settings.data)
+    for number, name in enumerate(images.class_names):
+        shutil.copytree(settings.data / "train" / name, tmp_path / "images" / str(number))
+    settings = replace(settings, data=tmp_path / "images")
+    names = [f"thing {n}" for n in range(len(images.class_names))]
+    (tmp_path / "config.json").write_text(json.dumps({"label_names": names}))
+    named = tmp_path / "model.safetensors"
+    (tmp_path / "teacher.safetensors").rename(named)
+    relabel_imagenet.main(replace(settings, teacher=(str(named),), dry_run=True))
+    assert (
+        f"note: {settings.data} has numbers for names of classes; they are matched by number with "
+        f"those of {named} by number"
+    ) in capsys.readouterr().out.replace("\n", " ")
 
 
 @pytest.mark.parametrize(("mode", "want"), [("auto", False), ("never", False), ("whole", True)])

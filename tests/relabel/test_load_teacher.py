@@ -1,6 +1,7 @@
 """Loading teachers: a user's modules, ensembles, class maps, and messages for unusable ones."""
 
 import json
+import logging
 import re
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import timm
 import torch
 from safetensors.torch import save_file
 
-from densefeed.relabel.load_teacher import load_teacher
+from densefeed.relabel.load_teacher import download, load_teacher
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError
 
@@ -125,9 +126,6 @@ def test_other_classes_are_refused_with_the_remedy(here):
     message = r"other classes .*choose a teacher of the same classes, or pass a --class-map"
     with pytest.raises(UserError, match=message):
         load_teacher(["my_teachers:Pair"], (), (64,), (), ["dog", "cow"], "squash", 1, 1)
-    # Those of a tar without names.
-    with pytest.raises(UserError, match="or name the classes of tar or Parquet files in classes"):
-        load_teacher(["my_teachers:Pair"], (), (64,), (), ["0", "1"], "squash", 1, 1)
     (here / "same.csv").write_text("teacher,data\ncat,cat\ndog,dog\n")
     teacher, _ = load_teacher(
         ["my_teachers:Pair"], (), (64,), ["same.csv"], ["dog", "cat"], "squash", 1, 1
@@ -135,6 +133,21 @@ def test_other_classes_are_refused_with_the_remedy(here):
     plain, _ = load("my_teachers:Pair")
     image = torch.randint(0, 256, (1, 1, 64, 64, 3), dtype=torch.uint8)
     torch.testing.assert_close(teacher(image)[..., [1, 0]], plain(image))
+
+
+def test_outside_a_download_that_fails_is_one_sentence(monkeypatch, caplog):
+    """The hub's own lines, of its retries, are left out; others of its lines are not."""
+
+    def fail(*_, **__):
+        hub.warning("Retrying in 1s [Retry 1/5].")
+        raise ConnectionError
+
+    hub = logging.getLogger("huggingface_hub.utils._http")
+    monkeypatch.setattr(timm, "create_model", fail)
+    with pytest.raises(UserError, match=r"resnet18 cannot be downloaded \(ConnectionError\)"):
+        download("resnet18")
+    assert not caplog.records
+    assert hub.isEnabledFor(logging.WARNING)
 
 
 @pytest.fixture
@@ -181,6 +194,26 @@ def test_outside_names_beside_weights_put_classes_in_the_order_of_the_data(here,
         assert score(source, ["1", "10", "2"])[2] == source
         with pytest.raises(UserError, match=r"other classes than the data"):
             score(source, ["1", "2", "11"])
+
+
+def test_outside_data_with_numbers_for_names_is_matched_by_number(here, ordered):
+    """As densefeed validate does; numbers that are no count of classes are names of folders."""
+    plain = score("plain.pt", ["1", "2", "10"])[0]
+    (here / "config.json").write_text(json.dumps({"label_names": ["cat", "dog", "owl"]}))
+    for names, columns in ((["0", "1", "2"], [0, 1, 2]), (["1", "0"], [1, 0])):
+        teacher, name = load_teacher(
+            ["model.safetensors"], ["test_resnet"], (64,), (), names, "squash", 1, 1
+        )
+        network = teacher.networks[0]
+        assert network.by_number == "cat"
+        assert not network.by_order
+        assert re.fullmatch(r"model.safetensors by number [0-9a-f]{8}", name)
+        image = torch.randint(0, 256, (1, 1, 64, 64, 3), dtype=torch.uint8, generator=seeded())
+        assert torch.equal(teacher(image), plain[..., columns])
+    for names in (["0", "1", "2", "3"], ["1", "2"]):
+        with pytest.raises(UserError, match="was trained on other classes than the data") as info:
+            score("model.safetensors", names)
+        assert "classes.txt" not in str(info.value)
 
 
 def test_outside_names_that_transformers_makes_up_are_none(here, ordered):

@@ -350,6 +350,18 @@ def test_bad_lists_are_refused_by_name(domain, text, said):
         Images(domain, f"list/{file}")
 
 
+def test_outside_a_list_below_data_is_named_with_the_path_to_give(domain, monkeypatch):
+    """The path of a list is relative to the working directory."""
+    (domain / "own.txt").write_text(f"{AIRPLANE} 1\n")
+    monkeypatch.chdir(domain.parent)
+    root = domain.relative_to(domain.parent)
+    with pytest.raises(UserError, match=rf"not in the working .* give list/{root}/own.txt$"):
+        Images(root, "list/own.txt")
+    assert len(Images(root, f"list/{root}/own.txt")) == 1
+    with pytest.raises(UserError, match=r"neither.txt: there is no such file"):
+        Images(root, "list/neither.txt")
+
+
 def test_a_split_without_labels_beside_one_with_them_is_refused(domain):
     (domain / "a_train.txt").write_text(f"{AIRPLANE} 1\n")
     (domain / "a_test.txt").write_text(f"{AIRPLANE}\n")
@@ -739,6 +751,8 @@ def test_outside_classes_without_images_are_named(tmp_path, capsys):
 LEFT = [
     *(f"cat/{name}/1.jpg" for name in (".ipynb_checkpoints", "@eaDir/1.jpg", ".thumbnails")),
     *(f"{name}/1.jpg" for name in ("__MACOSX/cat", ".Trash-0/files", "lost+found", "#recycle")),
+    *(f"{name}/1.jpg" for name in ("Network Trash Folder", "Temporary Items", "__pycache__")),
+    *(f"{name}/1.jpg" for name in (".AppleDouble", "$RECYCLE.BIN", "found.000", "~snapshot")),
     *("cat/._1.jpg", "cat/._2.jpg", "dog/._1.jpg", "cat/.hidden.jpg"),
 ]
 
@@ -751,15 +765,15 @@ def test_outside_what_systems_put_into_folders_is_left_out(tmp_path, capsys):
     assert (images.class_names, images.paths) == (["cat", "dog"], ["cat/1.jpg", "dog/1.jpg"])
     assert images.fingerprint() == before
     assert capsys.readouterr().out == (
-        f"{tmp_path}: 11 hidden or system names were left out: ._* 3, #recycle 1, .Trash-0 1, "
-        ".hidden.jpg 1, .ipynb_checkpoints 1 and 4 more\n"
+        f"{tmp_path}: 18 hidden or system names were left out: ._* 3, #recycle 1, $RECYCLE.BIN 1, "
+        ".AppleDouble 1, .Trash-0 1 and 11 more\n"
     )
     with pytest.raises(UserError, match="holds cat, dog but no folder 'a/b'"):
         Images(tmp_path, split="a/b")
     (tmp_path / "all.txt").write_text("\n".join(["cat/1.jpg", "dog/1.jpg", *LEFT]))
     listed = Images(tmp_path, f"list/{tmp_path / 'all.txt'}")
     assert (listed.class_names, listed.paths) == (images.class_names, images.paths)
-    assert "all.txt: 11 hidden or system names were left out: " in capsys.readouterr().out
+    assert "all.txt: 18 hidden or system names were left out: " in capsys.readouterr().out
 
 
 def test_outside_a_flat_folder_is_refused(tmp_path, capsys):

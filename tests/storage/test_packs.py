@@ -406,6 +406,15 @@ def test_folders_that_are_no_pack_are_refused(pack, break_it, said):
         declared(images, labels)
 
 
+def test_outside_the_folder_that_holds_the_class_folders_is_named(pack):
+    images, labels, _ = pack
+    above = labels.with_name("pub")
+    above.mkdir()
+    labels.rename(above / "train")
+    with pytest.raises(UserError, match=rf"the class folders: --labels {above}/train$"):
+        declared(images, above)
+
+
 def test_a_folder_of_labels_may_have_any_name(pack, tmp_path):
     images, labels, _ = pack
     other = shutil.copytree(labels, tmp_path / os.fsdecode(b"p\xff\n"))

@@ -180,7 +180,7 @@ def test_a_storage_that_fails_is_one_sentence(remote, disturb, kind):
 
 def test_outside_a_kept_index_is_a_regular_file(tmp_path):
     """A pipe is not read, and the index is written in its place."""
-    kept, index = tmp_path / "kept.json", tar_index.TarIndex(["a.jpg"], [1], [512], [9], {})
+    kept, index = tmp_path / "kept.json", tar_index.TarIndex(["a.jpg"], [1], [512], [9], {}, [])
     plant("pipe", kept)
     with time_limit():
         assert tar_index.load_index(kept) is None

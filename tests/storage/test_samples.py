@@ -11,6 +11,7 @@ import struct
 import tarfile
 import warnings
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -90,20 +91,35 @@ def tiff(
     order: str = "<",
     extra: tuple[int, ...] = (),
     more: dict[int, tuple[int, ...]] | None = None,
+    planes: bool = False,
+    packed: bool = False,
 ) -> bytes:
-    """Make an uncompressed TIFF of one strip; `extra` are the kinds of its extra samples."""
+    """Make a TIFF of one strip; `extra` are the kinds of its extra samples.
+
+    `planes`: of separate planes, each of strips of two rows; `packed`: compressed.
+    """
     height, width, count = (*values.shape, 1)[:3]
     depth = bits or 8 * values.itemsize
     kind = {"u": 1, "i": 2, "f": 3}[values.dtype.kind]
-    data = pack_bits(values, bits) if bits else values.astype(values.dtype.newbyteorder(order))
-    data = data if isinstance(data, bytes) else data.tobytes()
-    tags = {256: (width,), 257: (height,), 258: (depth,) * count, 259: (1,)}
-    tags |= {262: (photometric,), 273: (0,), 277: (count,), 278: (height,), 279: (len(data),)}
+    strips, rows = [values], height
+    if planes:
+        rows = 2
+        channels = np.moveaxis(values.reshape(height, width, count), 2, 0)
+        strips = [channel[top : top + rows] for channel in channels for top in range(0, height, 2)]
+    strips = [
+        pack_bits(strip, bits) if bits else strip.astype(strip.dtype.newbyteorder(order)).tobytes()
+        for strip in strips
+    ]
+    strips = [zlib.compress(strip) for strip in strips] if packed else strips
+    sizes = tuple(map(len, strips))
+    tags = {256: (width,), 257: (height,), 258: (depth,) * count, 259: (8 if packed else 1,)}
+    tags |= {262: (photometric,), 273: (0,) * len(sizes), 277: (count,), 278: (rows,), 279: sizes}
+    tags |= {284: (2,)} if planes else {}
     tags |= {339: (kind,) * count, **({338: extra} if extra else {}), **(more or {})}
     start, arrays = 8 + 2 + 12 * len(tags) + 4, b""
     start += sum(2 * len(numbers) for numbers in tags.values() if len(numbers) > 2)
-    entries = b""
-    for tag, numbers in sorted({**tags, 273: (start,)}.items()):
+    entries, starts = b"", tuple(start + sum(sizes[:n]) for n in range(len(sizes)))
+    for tag, numbers in sorted({**tags, 273: starts}.items()):
         packed = struct.pack(f"{order}{len(numbers)}H", *numbers)
         place = packed.ljust(4, b"\0")
         if len(packed) > 4:
@@ -111,7 +127,7 @@ def tiff(
             arrays += packed
         entries += struct.pack(order + "HHI", tag, 3, len(numbers)) + place
     head = (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(order + "IH", 8, len(tags))
-    return head + entries + bytes(4) + arrays + data
+    return head + entries + bytes(4) + arrays + b"".join(strips)
 
 
 def netpbm(kind: int, most: int, values: np.ndarray) -> bytes:
@@ -315,6 +331,40 @@ def make_rows() -> list[Row]:
             "RGB by the equations of JFIF",
             [(pillow(yccs, "TIFF", compression="tiff_lzw"), from_ycc(ycc))],
         ),
+        Row(
+            "TIFF",
+            "separate planes: RGB, also with alpha, 8 and 16 bits; CMYK, 8 bits; one channel",
+            "as without planes",
+            [
+                *(
+                    (tiff(v, 2, order=order, planes=True), scaled(v, most))
+                    for order in "<>"
+                    for v, most in ((rgb8, 255), (rgb16, 65535))
+                ),
+                *(
+                    (tiff(v, 2, extra=(2,), order=order, planes=True), want_rgb16)
+                    for order in "<>"
+                    for v in (rgba8, np.dstack([rgb16, alpha16]))
+                ),
+                (tiff(cmyk, 5, planes=True), from_cmyk(cmyk)),
+                (tiff(bit, 0, bits=1, planes=True), 255 - scaled(bit, 1)),
+                (tiff(nibble, 1, bits=4, planes=True), scaled(nibble, 15)),
+                (tiff(gray8, 0, planes=True), 255.0 - gray8),
+                *((tiff(gray16, 1, order=order, planes=True), want_gray16) for order in "<>"),
+                (tiff(PLACES, 3, more=table, planes=True), COLORS),
+            ],
+        ),
+        Row(
+            "TIFF",
+            "separate planes: CMYK, 16 bits; CIELAB; gray with alpha",
+            "",
+            [
+                (tiff(cmyk.astype(np.uint16) * 257, 5, planes=True), None),
+                (tiff(ycc, 8, planes=True), None),
+                (tiff(ycc, 8, planes=True, packed=True), None),
+                (tiff(stack(gray8, alpha8), 1, extra=(2,), planes=True), None),
+            ],
+        ),
         Row("TIFF", "CIELAB, 8 bits", "sRGB", [(tiff(neutral, 8), from_lab(gray8))], 2),
         Row("TIFF", "gray, signed, 8, 16 and 32 bits", "", signed),
         Row("TIFF", "gray, unsigned, 32 bits", "", [(tiff(ramp(2**32 - 1, "u4"), 1), None)]),
@@ -469,7 +519,60 @@ def test_outside_large_gray_of_16_bits_is_scaled_in_parts(monkeypatch):
         monkeypatch.setattr(samples, "AT_ONCE", at_once)
         for file in (png(gray16, 16, 0), tiff(gray16, 1, order=">"), netpbm(5, 65535, gray16)):
             got = np.asarray(decode(file, ""))
-            np.testing.assert_array_equal(got, np.repeat(gray16[..., None] // 257, 3, -1))
+            np.testing.assert_array_equal(got, np.repeat(np.rint(gray16 / 257)[..., None], 3, -1))
+
+
+@pytest.mark.parametrize("order", "<>")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("deep", [1, 257])
+@pytest.mark.parametrize(
+    ("photometric", "extra"),
+    [
+        *((1, kinds) for kinds in ((), (0,), (1,), (2,))),
+        *((2, kinds) for kinds in ((), (0,), (1,), (2,), (0, 0), (2, 0))),
+        *((5, kinds) for kinds in ((), (0,), (2,))),
+        *((photometric, ()) for photometric in (0, 8)),
+    ],
+)
+def test_outside_separate_planes_have_the_pixels_of_one_plane_or_are_refused(
+    photometric, extra, deep, packed, order
+):
+    """In any kind of samples that Pillow opens; the same file in one plane is the reference."""
+    count = {2: 3, 5: 4, 8: 3}.get(photometric, 1) + len(extra)
+    values = np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, count), np.uint8)
+    # Of colors multiplied by alpha none is larger than alpha.
+    values = np.sort(values) if extra == (1,) else values
+    values = values.astype(np.uint16) * 257 if deep > 1 else values
+    file = tiff(values, photometric, extra=extra, order=order, packed=packed, planes=True)
+    got = None
+    # Refused.
+    with suppress(UserError):
+        got = decode(file, "")
+    if got is None:
+        return
+    # The channels that are left out do not matter where Pillow does not open the reference.
+    shown = values[..., : count - len(extra)] if set(extra) <= {0} else values
+    extra = () if set(extra) <= {0} else extra
+    want = decode(tiff(shown, photometric, extra=extra, order="<"), "")
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda v: png(v, 16, 0),
+        lambda v: tiff(v, 1),
+        lambda v: tiff(v, 1, order=">"),
+        lambda v: tiff(65535 - v, 0),
+        lambda v: netpbm(2, 65535, v),
+        lambda v: netpbm(5, 65535, v),
+    ],
+)
+def test_outside_gray_of_16_bits_is_rounded_to_nearest(make):
+    """65520 of 65535 is 254.94 of 255."""
+    values = np.array([[0, 128, 129, 32767, 65406, 65407, 65520, 65535]], np.uint16)
+    got = np.asarray(decode(make(values), ""))[0, :, 0].tolist()
+    assert got == [0, 0, 1, 127, 254, 255, 255, 255]
 
 
 def test_outside_teacher_packing_and_loaders_see_the_same_pixels(tmp_path):
@@ -478,10 +581,13 @@ def test_outside_teacher_packing_and_loaders_see_the_same_pixels(tmp_path):
     want = np.repeat(scaled(values, 4095)[..., None], 3, -1)
     folder, tars, beton = (tmp_path / name for name in ("folder", "tars", "x.beton"))
     (folder / "cat").mkdir(parents=True)
-    (folder / "cat" / "1.pgm").write_bytes(netpbm(5, 4095, values))
+    (folder / "dog").mkdir()
+    for name in ("cat", "dog"):
+        (folder / name / "1.pgm").write_bytes(netpbm(5, 4095, values))
     tars.mkdir()
     with tarfile.open(tars / "x.tar", "w") as tar:
-        tar.add(folder / "cat", "cat")
+        for name in ("cat", "dog"):
+            tar.add(folder / name, name)
     main(Packing(data=folder, out=beton))
     rendered = np.empty((2, 1, 32, 32, 3), np.uint8)
     viewer = SimpleNamespace(input_size=32, interpolation=Image.Resampling.BILINEAR, fill=(0, 0, 0))

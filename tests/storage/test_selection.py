@@ -112,6 +112,31 @@ def test_what_cannot_be_selected_is_refused(stores, folder, tmp_path):
     )
 
 
+def test_outside_other_images_of_the_same_names_are_refused(stores, folder, tmp_path, capsys):
+    """They were selected without a word, and training on the result warned of nothing."""
+    images, out = Images(folder), tmp_path / "chosen.h5"
+    files = {path: images.read(n) for n, path in enumerate(images.paths)}
+    # The same images in another order need no warning.
+    tar = write_tar(tmp_path / "same/train.tar", list(files.items())[::-1])
+    select(stores["raw"], Images(tar.parent), out)
+    assert "warning" not in capsys.readouterr().err
+    out.unlink()
+
+    files[images.paths[3]] += bytes(1)
+    tar = write_tar(tmp_path / "others/train.tar", list(files.items()))
+    with pytest.raises(
+        UserError, match=r"but its files have other sizes than the labeled ones: .*; l"
+    ):
+        select(stores["raw"], Images(tar.parent), out)
+    assert not out.exists()
+
+    # The fingerprint says nothing of a part.
+    part = [(path, data) for path, data in files.items() if path != images.paths[3]]
+    tar = write_tar(tmp_path / "part/train.tar", part)
+    select(stores["raw"], Images(tar.parent), out)
+    assert "holds other images of the same names and labels; compare" in capsys.readouterr().err
+
+
 @given(st.lists(st.text("ab/", min_size=1).map(lambda t: f"{t}z.jpg"), unique=True), st.randoms())
 def test_every_part_of_unique_names_is_found(stored, random):
     ids = random.sample(range(len(stored)), random.randint(0, len(stored)))

@@ -71,12 +71,18 @@ def test_a_command_prints_its_own_help(name, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("name", "like"),
-    [("trian", "train"), ("relabel", "label"), ("model-costs", "costs"), ("x", "quickstart, ")],
+    [
+        ("trian", "try train, or see densefeed --help"),
+        ("relabel", "try label"),
+        ("model-costs", "try costs"),
+        ("exprt", "try export, report, export-labels, or see densefeed --help"),
+        ("x", "see all with densefeed --help"),
+    ],
 )
-def test_an_unknown_command_is_one_sentence(name, like, monkeypatch, capsys):
+def test_outside_an_unknown_command_is_one_sentence(name, like, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["densefeed", name])
     with pytest.raises(SystemExit) as stopped:
         commands.main()
     assert stopped.value.code == 2
-    sentence = f"error: densefeed has no command '{name}'; choose from {like}"
+    sentence = f"error: densefeed has no command '{name}'; {like}"
     assert capsys.readouterr().err.startswith(sentence)

@@ -47,6 +47,7 @@ def test_outside_a_busy_machine_is_told_once_in_a_line(load, told, monkeypatch, 
     assert printed.out == ""
     assert printed.err.count("\n") == bool(told)
     assert told in printed.err
+    assert ("OMP_NUM_THREADS=1" in printed.err) == bool(told)
 
 
 def test_a_system_without_load_average_is_not_called_busy(monkeypatch, capsys):

@@ -155,7 +155,7 @@ def test_errors_are_one_sentence_without_what_the_server_sent(text, words):
 
 def test_obstore_is_named_if_it_is_missing(bucket, monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore.store", None)
-    with pytest.raises(UserError, match=r'needs the package obstore; run `pip install "densefeed'):
+    with pytest.raises(UserError, match=r'the package obstore; run `pip install "\.\[cloud'):
         connect(bucket)
 
 

@@ -1,9 +1,13 @@
 """Values of options that no library takes end in one sentence."""
 
+import re
+from dataclasses import dataclass
+
 import pytest
+import tyro
 
 from densefeed.system.errors import UserError
-from densefeed.system.options import Bounds, parse_arguments
+from densefeed.system.options import Bounds, Integers, Options, Texts, parse_arguments
 
 
 @pytest.mark.parametrize("digits", [20, 400, 5000])
@@ -19,3 +23,22 @@ def test_deep_or_long_arguments_are_refused(value):
     with pytest.raises(UserError, match=r"--x 'depth=.* is not NAME=VALUE") as error:
         parse_arguments((f"depth={value}",), "--x")
     assert len(str(error.value)) < 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class Several(Options):
+    """Options of several values."""
+
+    words: Texts = ()
+    sides: Integers = (1, 2)
+
+
+def test_outside_the_help_of_options_of_several_values_reads_well(capsys):
+    with pytest.raises(SystemExit):
+        tyro.cli(Several, args=["--help"])
+    text = capsys.readouterr().out
+    assert re.search(r"--words STR \.\.\. +\(default: none\)", text)
+    assert re.search(r"--sides INT \.\.\. +\(default: 1 2\)", text)
+    assert tyro.cli(Several, args=["--words", "a", "b", "--sides"]) == Several(
+        words=("a", "b"), sides=()
+    )

@@ -273,6 +273,8 @@ def test_maps_of_unknown_shape_must_be_declared(folder, tmp_path):
         UserError, match=r"3 x 3 cells, top 2, .* give --input-size and --footprint"
     ):
         import_labels.main(options)
+    with pytest.raises(UserError, match=r"the maps against; give --input-size and --reference$"):
+        import_labels.main(replace(options, footprint="find"))
     # The audit would report that all images have the same map.
     import_labels.main(replace(options, input_size=96, footprint="squash", audit=False))
     assert ScoreMapStore(tmp_path / "a.h5").header.input_size == 96
@@ -371,7 +373,9 @@ def test_outside_maps_imported_without_a_reference_warn_at_import_and_training(
     import_tree(scenes, tmp_path / "maps.h5")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: it was not checked how the maps of {tmp_path}/maps.h5 are")
-    assert "import them again with densefeed import --reference MODEL" in line
+    assert "remove the imported file and import again with densefeed import --reference MODEL" in (
+        line
+    )
     main(Packing(data=scenes / "scenes", maps=tmp_path / "maps.h5", out=tmp_path / "x.beton"))
     for source in (
         FolderSource(scenes / "scenes", "train", tmp_path / "maps.h5"),

@@ -1,12 +1,14 @@
 """Digit scenes: deterministic, split by source scan, with boxes around the ink."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from densefeed.system.errors import UserError
 from densefeed.tools.make_digit_scenes import Scenes, load_scans, main
 
 
@@ -31,6 +33,12 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(scenes, tmp_pat
     assert all(
         other[name] != content for name, content in files(scenes).items() if name.endswith(".jpg")
     )
+
+
+def test_outside_missing_packages_of_the_scenes_are_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "skimage", None)
+    with pytest.raises(UserError, match=r'run `pip install "\.\[demo\]"` in the checkout'):
+        main(Scenes(out=tmp_path / "scenes", train=10, val=10))
 
 
 def test_every_scan_is_in_exactly_one_split():

@@ -55,13 +55,31 @@ def test_jpegs_keep_every_pixel_and_without_index_every_byte(folder, tmp_path):
             assert (stored == images.read(n)) == (not index)
 
 
-def test_outside_one_class_alone_is_packed_with_a_warning_and_not_labeled(folder, tmp_path, capsys):
-    """A validation split may have images of one class."""
+@pytest.mark.parametrize("kind", ["folder", "tar", "list", "beton"])
+def test_outside_one_class_alone_is_neither_packed_nor_labeled(folder, packed, tmp_path, kind):
     data = shutil.copytree(folder / "train" / "cat", tmp_path / "one" / "cat").parent
-    main(Packing(data=data, out=tmp_path / "x.beton"))
-    assert "/one has one class alone, 'cat', which cannot be trained on" in capsys.readouterr().out
-    labeling = Labeling(data=data, teacher=("test_resnet",), out=tmp_path / "maps.h5")
-    with pytest.raises(UserError, match=r"/one has one class alone, 'cat'; give the folder that"):
+    dataset = ""
+    if kind == "tar":
+        shutil.make_archive(tmp_path / "tars" / "x", "tar", data)
+        data = tmp_path / "tars"
+    elif kind == "list":
+        names = [f"cat/{path.name}" for path in sorted((data / "cat").iterdir())]
+        (tmp_path / "x.txt").write_text("\n".join(names))
+        dataset = f"list/{tmp_path / 'x.txt'}"
+    elif kind == "beton":
+        # Packed with --split val, of a data set whose other split has more classes.
+        shutil.copytree(folder / "train", tmp_path / "two" / "train")
+        shutil.copytree(data, tmp_path / "two" / "val")
+        data = tmp_path / "val.beton"
+        main(Packing(data=tmp_path / "two", split="val", out=data))
+    refused = r" has one class alone, 'cat'; give the folder that holds a folder"
+    with pytest.raises(UserError, match=refused):
+        main(Packing(data=data, dataset=dataset, out=tmp_path / "x.beton"))
+    assert not (tmp_path / "x.beton").exists()
+    labeling = Labeling(
+        data=data, dataset=dataset, teacher=("test_resnet",), out=tmp_path / "maps.h5"
+    )
+    with pytest.raises(UserError, match=refused):
         begin(labeling, shows=False)
 
 
@@ -445,6 +463,13 @@ def test_a_terminated_run_prints_how_to_continue(many, tmp_path, command):
     assert "Traceback" not in printed
     main(Packing(data=images, out=tmp_path / "x.beton"))
     assert (tmp_path / "x.beton").read_bytes() == want
+
+
+def test_outside_the_size_that_is_printed_is_that_on_the_disk(folder, tmp_path, capsys):
+    """11 small images, where FFCV's pages have 8 MiB each."""
+    main(Packing(data=folder, out=tmp_path / "x.beton"))
+    size = float(re.search(r"images, ([\d.]+) MiB", capsys.readouterr().out)[1])
+    assert size < 1
 
 
 def test_images_that_changed_since_are_found(many, tmp_path):

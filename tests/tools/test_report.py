@@ -80,6 +80,17 @@ def test_a_folder_that_is_not_a_run_folder_is_refused(tmp_path):
     assert "is in object storage" in explain_os_error(raised.value)
 
 
+def test_outside_a_folder_of_runs_is_refused_with_their_names(tmp_path):
+    for name in "b", "a":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"\(config.json is missing\)") as info:
+        main(Report(runs=(tmp_path,)))
+    assert str(info.value).endswith(
+        f"; give those that it holds: {tmp_path / 'a'}, {tmp_path / 'b'}"
+    )
+
+
 def test_runs_are_compared_by_the_options_that_differ(tmp_path):
     """The runs are in progress: their last lines are incomplete."""
     runs = []
@@ -321,6 +332,7 @@ def test_outside_tokens_are_drawn_without_their_names(student):
     main(Report(runs=(student,)))
     text = (student / "report.html").read_text()
     assert "Right: the same crop without labels." in text
+    assert "below the picture are the most frequent classes, at most four" in text
     crops = re.findall(r'<svg viewBox="0 0 1 1".*?</svg>', text)
     assert len(crops) == 6
     assert all("<rect" in crop and "<text" not in crop for crop in crops)

@@ -260,12 +260,28 @@ def test_outside_classes_that_match_by_number_alone_are_a_warning(capsys):
     trained = SimpleNamespace(class_names=names, model=SimpleNamespace(num_classes=12))
     digits = [str(number) for number in range(10)]
     match = match_classes(digits, names, 12, [])
-    validate.warn_of_numbers(match, digits, trained, Path("digits"))
+    validate.warn_of_others(match, digits, trained, Path("digits"))
     said = capsys.readouterr().err
     assert said.startswith("warning: the 10 classes of digits have numbers for names and were")
     assert "with the 12 of the model, as 0 with 'n0'; if these are other classes" in said
     match = match_classes(names[:3], names, 12, [])
-    validate.warn_of_numbers(match, names[:3], trained, Path("digits"))
+    validate.warn_of_others(match, names[:3], trained, Path("digits"))
+    assert capsys.readouterr().err == ""
+
+
+def test_outside_numbers_are_names_and_a_match_by_order_is_a_warning(capsys):
+    """A model of digits "0" to "2" was validated on dogs without a word."""
+    digits, dogs = ["0", "1", "2"], ["dog0", "dog1", "dog2"]
+    trained = SimpleNamespace(class_names=digits, model=SimpleNamespace(num_classes=3))
+    match = match_classes(dogs, digits, 3, [])
+    assert match.by == "order"
+    validate.warn_of_others(match, dogs, trained, Path("dogs"))
+    assert capsys.readouterr().err == (
+        "warning: the 3 classes of dogs have other names and were matched by order with the 3 of "
+        "the model, as dog0 with '0'; if these are other classes, the accuracy is meaningless\n"
+    )
+    nameless = SimpleNamespace(class_names=[], model=SimpleNamespace(num_classes=3))
+    validate.warn_of_others(match_classes(dogs, [], 3, []), dogs, nameless, Path("dogs"))
     assert capsys.readouterr().err == ""
 
 

@@ -1,14 +1,16 @@
 """Options without effect are refused on the command line, and accepted from a recipe."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 import densefeed.train as training
-from densefeed.objectives import check_unused
+from densefeed.objectives import METHODS, OBJECTIVES, build_objective, check_unused
+from densefeed.objectives.base import Method, Objective
 from densefeed.recipes import RECIPES
 from densefeed.system.errors import UserError
-from densefeed.system.options import with_options
+from densefeed.system.options import Options, with_options
 from densefeed.training import ranks
 from densefeed.training.config import Config, check_recipe
 
@@ -72,6 +74,72 @@ def test_error_on_option_without_effect(name, fields, message):
         return check_unused(given, NAMED[name])
     with pytest.raises(UserError, match=message):
         check_unused(given, NAMED[name])
+
+
+@dataclass(frozen=True, kw_only=True)
+class FocalOptions(Options):
+    focal_gamma: float = 2.0
+
+
+class Focal(Objective):
+    name, own = "focal", FocalOptions
+
+    def loss(self, output, batch, step):
+        raise AssertionError
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerOptions(Options):
+    peer_weight: float = 0.0
+    peer_depth: int = 2
+
+
+class Peer(Method):
+    name, own = "peer-weight", PeerOptions
+
+    @staticmethod
+    def is_on(options):
+        return options.peer_weight > 0
+
+
+def test_outside_own_options_of_what_is_not_chosen_are_refused(monkeypatch):
+    """`foc.py quickstart_ce --focal-gamma 1` trained with cross entropy."""
+    monkeypatch.setitem(OBJECTIVES, "focal", Focal)
+    monkeypatch.setitem(METHODS, "peer-weight", Peer)
+    recipe = RECIPES["quickstart_ce"]()
+    for fields, message in (
+        (dict(focal_gamma=1.0), "--focal-gamma has no effect without --objective focal; remove it"),
+        (dict(peer_depth=3), "--peer-depth has no effect without --peer-weight"),
+        (
+            dict(objective="focal", smoothing=0.2),
+            "--smoothing has no effect without --objective ce",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            check_unused(with_options(recipe, **fields), recipe)
+    check_unused(with_options(recipe, objective="focal", focal_gamma=1.0), recipe)
+    check_unused(with_options(recipe, peer_weight=1.0, peer_depth=3), recipe, {"peer_weight"})
+    check_unused(recipe, recipe, {"peer_weight"})
+
+
+def test_outside_mixing_is_refused_unless_the_objective_mixes_labels(monkeypatch):
+    """The images were mixed, the labels of an own objective not."""
+    monkeypatch.setitem(OBJECTIVES, "focal", Focal)
+    recipe = RECIPES["quickstart_ce"]()
+    own = with_options(recipe, objective="focal")
+    build_objective(own.setting)
+    for fields, remedy in (
+        (dict(mixup=0.2), "--mixup 0"),
+        (dict(cutmix=1.0), "--cutmix 0"),
+        (dict(mixtoken=True, mixup=0.2), "--no-mixtoken --mixup 0"),
+    ):
+        message = f"focal does not state that it mixes labels, .*; give {remedy}, or set mixes_la"
+        with pytest.raises(UserError, match=message):
+            build_objective(with_options(own, **fields).setting)
+        for name in ("ce", "relabel", "token-label"):
+            build_objective(with_options(recipe, objective=name, **fields).setting)
+    monkeypatch.setattr(Focal, "mixes_labels", True)
+    build_objective(with_options(own, mixup=0.2).setting)
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from densefeed.pipelines.plan import EpochPlan
 from densefeed.storage.geometry import teacher_window
 from densefeed.storage.images import Images
 from densefeed.system.errors import UserError
 from densefeed.system.options import with_options
 from densefeed.training.ranks import ALONE
-from densefeed.training.setup import setup_run
+from densefeed.training.setup import describe_padding, setup_run
 
 from ..runs import step_for
 from ..stores import write_store
@@ -110,3 +111,18 @@ def test_outside_one_class_alone_is_not_trained(folder, micro, tmp_path):
     config = with_options(micro(tmp_path / "run"), loader="folder", data=data, val=data)
     with pytest.raises(UserError, match=r"/one has one class alone, 'cat'; give the folder that"):
         setup_run(config, ALONE)
+
+
+def test_outside_a_batch_above_the_training_set_says_how_much_is_padding(make_run, capsys):
+    """300 images in a batch of 1,000 trained on 70 % padding without a word."""
+    plan = EpochPlan(num_samples=300, batch=1000, seed=0, mode="train")
+    assert describe_padding(plan).startswith(
+        "--batch 1,000 is larger than the training set of 300 images, so 70% of each batch is pad"
+    )
+    for fields in (dict(batch=300), dict(batch=900, repeats=3)):
+        plan = EpochPlan(**dict(num_samples=300, seed=0, mode="train") | fields)
+        assert describe_padding(plan) == ""
+    make_run("squash", "tail", batch=44)
+    assert "note: --batch 44 is larger than the training set of 11 images, so 75%" in (
+        capsys.readouterr().out
+    )

@@ -8,6 +8,7 @@ import pytest
 import densefeed.train as training
 from densefeed.system.options import with_options
 from densefeed.tools import pack_dataset
+from densefeed.training import shared_images
 
 from ..fixtures import photograph
 
@@ -139,3 +140,38 @@ def test_outside_damaged_images_do_not_stop_the_comparison(warned, folder, tmp_p
     broken.write_bytes(broken.read_bytes()[:40])
     said = warned(tmp_path / "train", val, loader="auto", on_bad_sample="skip")
     assert "% of the images of --val" in said
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_outside_validation_on_copies_of_training_files_warns(
+    warned, folder, tmp_path, monkeypatch, renamed
+):
+    """A part of them, also renamed; of a large training set those of the same path are found."""
+    subset(folder, tmp_path / "part", "train", range(1, 4))
+    for n, path in enumerate(sorted((tmp_path / "part").glob("*/*"))):
+        if renamed:
+            path.rename(path.with_name(f"photo{n}.jpg"))
+    assert SAME.format(tmp_path / "part") in warned(folder, tmp_path / "part", loader="folder")
+    monkeypatch.setattr(shared_images, "SIZED_COPIES", 1)
+    assert ("training images" in warned(folder, tmp_path / "part", loader="folder")) != renamed
+    # Other images have the same paths.
+    monkeypatch.undo()
+    shutil.copytree(folder / "val", tmp_path / "new")
+    assert "training images" not in warned(folder, tmp_path / "new", loader="folder")
+
+
+def test_outside_copies_of_files_of_one_size_are_compared_by_their_bytes(warned, tmp_path):
+    """Of images without compression; one of each class of the validation set is a copy."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 8), ("val", 2)):
+        for label in ("cat", "dog"):
+            place = tmp_path / split / label
+            place.mkdir(parents=True)
+            for n in range(count):
+                pixels = rng.integers(0, 256, (40, 40, 3), np.uint8)
+                (place / f"{split}{n}.ppm").write_bytes(b"P6 40 40 255\n" + pixels.tobytes())
+    assert "training images" not in warned(tmp_path, tmp_path, loader="folder")
+    for label in ("cat", "dog"):
+        copied = tmp_path / "train" / label / "train3.ppm"
+        shutil.copy(copied, tmp_path / "val" / label / "val0.ppm")
+    assert "about 50 % of the images" in warned(tmp_path, tmp_path, loader="folder")

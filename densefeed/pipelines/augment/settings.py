@@ -15,7 +15,7 @@ from torch import Tensor
 
 from densefeed.pipelines.augment.operations import OPERATIONS
 from densefeed.system.errors import UserError
-from densefeed.system.options import Fraction, NonNegativeInt, Options
+from densefeed.system.options import Fraction, NonNegativeInt, Numbers, Options, Texts
 
 # N samples   R operations of a batch
 
@@ -72,9 +72,9 @@ class Augment(Options):
     augment_before_crop: bool = False
     # color jitter: one number, or strengths for brightness, contrast, saturation and optionally
     # hue; empty: none; not beside RandAugment (except its "3a" sets)
-    color_jitter: tuple[float, ...] = ()
+    color_jitter: Numbers = ()
     # operations registered from outside the package, applied after all others, by name
-    operations: tuple[str, ...] = ()
+    operations: Texts = ()
     # largest translation of a crop in whole pixels, each way: RandomCrop with this padding
     shift: NonNegativeInt = 0
     # color beyond the shifted crop: the mean, or black as in torchvision's RandomCrop, which is

@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parents[1]
 # The module of each subcommand, which has a function `command`. `sys.argv` are its words.
 COMMANDS = {
     "quickstart": "tools.quickstart",
+    "photos": "tools.photos",
     "scenes": "tools.make_digit_scenes",
     "photo-scenes": "tools.make_photo_scenes",
     "label": "tools.relabel_imagenet",

@@ -4,9 +4,8 @@
     densefeed photo-scenes --out mine --cutouts cutouts --backgrounds photographs --hold-out 0.2
 
 It writes `train/<class>/*.jpg`, `val/<class>/*.jpg` and `held-out/<group>/*.jpg`, and for each of
-them a mask `masks/<split>/<class>/*.png`, the boxes of its objects in `boxes.json`, and
-`groups.csv`, the group of each class. A scene has one large object, which is the label, and one to
-three small ones of other classes. Values of a mask are 0 for the background and n for object n in
+them a mask `masks/<split>/<class>/*.png`, and the boxes of its objects in `boxes.json`. A scene has
+one large object, which is the label, and one to three small ones of other classes. Values of a mask are 0 for the background and n for object n in
 boxes.json. Masks and boxes are for judging labels, never for training.
 
 Without --cutouts the cut-outs are the stamps of Tux Paint and most backgrounds those of the MATE
@@ -15,7 +14,8 @@ groups, as birds. In the split `held-out` the label is the group of a held-out c
 small objects are of other groups. Debian's packages tuxpaint-stamps-default and mate-backgrounds
 are fetched with apt-get, as any user, to --cache; they take 280 MB there. Other backgrounds come
 with scikit-image and scikit-learn. `class_map.csv` maps ImageNet's classes to the 60 (densefeed
-label --class-map). The stamps are under the GPL, version 2, and so are scenes made of them.
+label --class-map), and `held_out_map.csv` these to the groups (densefeed validate --class-map).
+The stamps are under the GPL, version 2, and so are scenes made of them.
 
 --cutouts is a folder of class folders of images with alpha, as PNG. --backgrounds is a folder of
 photographs without objects of these classes. All are held in memory, 1.5 MB each by default.
@@ -222,10 +222,9 @@ def main(scenes: PhotoScenes) -> None:
         for split, count in counts.items():
             boxes |= write_split(scenes, split, count, pictures, part)
         write_boxes(part, scenes.size, scenes.seed, boxes)
-        with open(part / "groups.csv", "w", newline="", encoding="utf-8") as file:
-            csv.writer(file, lineterminator="\n").writerows(
-                [("class", "group"), *pictures.groups.items()]
-            )
+        if HELD_OUT in counts:
+            with open(part / "held_out_map.csv", "w", newline="", encoding="utf-8") as file:
+                csv.writer(file, lineterminator="\n").writerows(map_held_out(pictures))
         if scenes.cutouts is None:
             (part / "class_map.csv").write_bytes(CLASS_MAP.read_bytes())
     numbers = ", ".join(f"{split} {count:,}" for split, count in counts.items())
@@ -233,6 +232,13 @@ def main(scenes: PhotoScenes) -> None:
         f"{scenes.out}: scenes of {scenes.width} x {scenes.height} px ({numbers}), their masks in "
         f"{MASKS}/, boxes in {BOXES}"
     )
+
+
+def map_held_out(pictures: Pictures) -> Iterable[tuple[str, str]]:
+    """Return the class map of the held-out scenes: the group of each class, "" if none shows it."""
+    groups = pictures.groups.items()
+    found = ((name, group if group in pictures.held_out else "") for name, group in groups)
+    return [("teacher", "data"), *sorted(found)]
 
 
 def count_scenes(scenes: PhotoScenes, pictures: Pictures) -> dict[str, int]:

@@ -11,7 +11,9 @@ named by WordNet id) are evaluated over their own classes, as is usual. Classes 
 model without class names, or with numbers as names, gets the names of the ImageNet set with its
 number of classes. Data with numbers as class names (ImageNet-V2's folders 0 to 999, files written
 by FFCV) is matched by number, compared as integers and not as text. A file that FFCV wrote from
-such folders has lost their order, so read ImageNet-V2 from its folder.
+such folders has lost their order, so read ImageNet-V2 from its folder. --class-map assigns classes
+of the model to those of the data, as in densefeed label: the probabilities of classes that become
+one add up, and those that become none take no part.
 
 REAL (Beyer et al., arXiv 2006.07159). Each image has a list of correct classes: top-1 is correct if
 it is in the list, and images with an empty list do not count. `--real` is the path of real.json, or
@@ -55,6 +57,7 @@ from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.loader import Source, ThreadedLoader
 from densefeed.pipelines.open import BUILTIN, LOADERS, Filter, choose_loader
 from densefeed.pipelines.plan import EpochPlan
+from densefeed.relabel.class_map import ClassMap, merge_classes, read_class_map
 from densefeed.storage.beton import is_beton
 from densefeed.storage.dataset_names import (
     describe_lookalikes,
@@ -102,6 +105,8 @@ class Validation(DecodeOptions, ThreadOptions, DeviceOptions):
     eval_interpolation: Literal["auto", "bilinear", "bicubic"] = "auto"
     weights: Weights = "ema"  # EMA weights where the checkpoint has them, or the raw weights
     model: str = ""  # timm's name of the model, for a checkpoint that does not contain it
+    # CSV or JSON of the model's classes and those of the data, as in densefeed label
+    class_map: Path | None = None
     real: str = ""  # ReaL labels: path of real.json, or `timm` for the copy in timm
     batch: Count = 128  # images per forward pass
     # auto: bf16 autocast on CUDA, float32 on a CPU
@@ -113,7 +118,21 @@ class Match(NamedTuple):
     """The position of each class of the data among the model's classes."""
 
     columns: list[int]  # for each class of the data, the model's
-    by: Literal["name", "number", "order"]
+    by: Literal["name", "number", "order", "class map"]
+
+
+class Merged(nn.Module):
+    """A model whose logits are those of the data's classes, by a class map."""
+
+    def __init__(self, model: nn.Module, class_map: ClassMap) -> None:
+        super().__init__()
+        self.model, self.num_classes = model, class_map.classes
+        self.register_buffer("source", class_map.source)
+        self.register_buffer("target", class_map.target)
+
+    def forward(self, image_NCHW: Tensor) -> Tensor:
+        logits_NK = self.model(image_NCHW).float()
+        return merge_classes(logits_NK, ClassMap(self.source, self.target, self.num_classes))
 
 
 def match_classes(
@@ -399,8 +418,14 @@ def main(options: Validation) -> dict:
     _, make_loader = LOADERS[chosen]
     with closing(make_loader(source, plan, options.threads, "raise", False, device)) as loader:
         stand_in = imagenet_names(model)
-        match = match_classes(source.class_names, trained.class_names, model.num_classes, stand_in)
-        warn_of_others(match, source.class_names, trained, options.data)
+        data_names, model_names = source.class_names, trained.class_names
+        if options.class_map:
+            names = model_names or stand_in
+            found = read_class_map(options.class_map, names, model.num_classes, data_names)
+            model, match = Merged(model, found), Match(list(range(found.classes)), "class map")
+        else:
+            match = match_classes(data_names, model_names, model.num_classes, stand_in)
+            warn_of_others(match, data_names, trained, options.data)
         real = open_real(options.real, source, options.data) if options.real else None
         model.to(device, memory_format=torch.channels_last)
         normalize = Normalize(trained.mean, trained.std).to(device)
@@ -414,7 +439,7 @@ def main(options: Validation) -> dict:
         "data": str(options.data),
         "loader": chosen,
         "classes": len(match.columns),
-        "model_classes": model.num_classes,
+        "model_classes": trained.model.num_classes,
         "classes_by": match.by,
         "size": trained.size,
         "crop_pct": crop_pct,

@@ -224,9 +224,9 @@ def test_the_folder_is_read_as_splits_and_its_masks_are_not(scenes, capsys):
         assert [truth.classes[0] for truth in truths] == images.labels.tolist()
         assert all(truth.boxes_ltrb.max() <= 1 for truth in truths)
     assert len(Images(scenes.out / "held-out", split="val")) == 9
-    with open(scenes.out / "groups.csv", newline="") as file:
+    with open(scenes.out / "held_out_map.csv", newline="") as file:
         rows = list(csv.reader(file))
-    assert rows == [["class", "group"], ["bar", "bar"], ["disc", "disc"], ["ring", "ring"]]
+    assert rows == [["teacher", "data"], ["bar", "bar"], ["disc", "disc"], ["ring", "ring"]]
     assert not (scenes.out / "class_map.csv").exists()
 
 

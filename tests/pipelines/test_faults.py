@@ -334,7 +334,7 @@ def packed(good, random_maps, tmp_path_factory):
     .h5.
     """
     root = tmp_path_factory.mktemp("packed")
-    write_store(root / "maps.h5", Images(good), random_maps(8, 6, 1, 1), 1)
+    write_store(root / "maps.h5", Images(good), random_maps(8, 6, 1, 1), 2)
     main(Packing(data=good, maps=root / "maps.h5", out=root / "x.beton"))
     main(Packing(data=good, out=root / "bare.beton"))
     return root

@@ -635,6 +635,7 @@ def test_outside_split_of_a_folder_without_splits_is_said_not_to_be_read(folder,
 
 
 def test_outside_a_busy_machine_is_told_when_packing_starts(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.getloadavg", lambda: (1e4, 0.0, 0.0))
     main(Packing(data=folder, out=tmp_path / "x.beton"))
     assert capsys.readouterr().err.count("load average 10000.0 on ") == 1

@@ -47,7 +47,7 @@ class BetonImages(Images):
 
     def __init__(self, path: Path, split: str = "train") -> None:
         self.root, self.whole, self.rows = path, None, None
-        self._split, self.reads_split, self._blocks = split, False, None
+        self._split, self._reads_split, self._blocks = split, False, None
         self._beton = open_matching(path)
         self.labels, self.where = self._beton.labels, self._beton.where
         self.class_names = name_classes(path, self._beton.notes, self.labels)

@@ -176,7 +176,6 @@ class Images:
         labels: int64 `[N]`.
         class_names: in label order.
         whole: the Images that were divided; None without a division.
-        reads_split: whether `split` chose among the images.
         rows: int64 `[N]`, the place of each image in `whole`; None without a division.
         open: a function that opens the file of image `index`; the caller closes it.
         where: a function that returns the name of image `index` for error messages.
@@ -201,7 +200,7 @@ class Images:
         # A list is of one split; a folder of class folders has no folders of splits.
         folder = dataset.partition("/")[0] in ("", "classes", "share")
         whole = folder and getattr(found, "root", None) == self.root
-        self.reads_split = not (whole or dataset.startswith("list/"))
+        self._reads_split = not (whole or dataset.startswith("list/"))
         self._blocks = getattr(found, "blocks", None)
 
     def _divide(self, whole: "Images", division: SplitOptions) -> None:
@@ -212,7 +211,6 @@ class Images:
                 f"--val-fraction divides images into the splits train and val; give one of them in "
                 f"place of --split {self._split}, or leave out --val-fraction"
             )
-        self.reads_split = True
         held_N = hold_out(whole.paths, whole.labels, division.val_fraction, division.val_seed)
         self.rows = rows = np.flatnonzero(held_N == (self._split in val))
         if not len(rows):
@@ -239,7 +237,7 @@ class Images:
                 f"{self.root}: --val-fraction puts {len(self):,} of {len(self.whole):,} images "
                 f"into the split {self._split}"
             )
-        elif self._split != default and not self.reads_split:
+        elif self._split != default and not self._reads_split:
             print(
                 f"warning: --split {self._split} is not read, because {self.root} holds no splits; "
                 "all of its images are taken",

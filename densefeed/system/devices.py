@@ -62,8 +62,11 @@ def describe_load(share: float) -> str:
 
 
 def warn_busy() -> None:
-    """Print a warning if other processes use this machine so much that work is slow."""
-    if load := describe_load(BUSY):
+    """Print a warning if other processes use this machine so much that work is slow.
+
+    Not where the remedy that it names was taken.
+    """
+    if os.environ.get("OMP_NUM_THREADS") != "1" and (load := describe_load(BUSY)):
         print(
             f"warning: other processes keep this machine busy ({load}), and until they end this "
             "may take several times as long; with OMP_NUM_THREADS=1 it may take less "

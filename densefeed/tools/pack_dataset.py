@@ -139,8 +139,8 @@ def main(packing: Packing) -> None:
     limit_pixels(packing.max_pixels)
     images = open_images(packing.data, packing.dataset, packing.split, packing)
     images.describe_split()
-    # Images of one class may be all of a validation split.
-    if packing.split in SPLITS[0] or not images.reads_split:
+    # A validation split may have images of one class.
+    if packing.split in SPLITS[0]:
         check_two_classes(packing.data, images.class_names)
     fingerprint, fields = images.fingerprint(), []
     store, rows = open_maps(packing, images) if packing.maps else (None, None)

@@ -445,6 +445,7 @@ def test_the_command_dry_runs(settings, tmp_path, capsys):
 
 
 def test_outside_a_busy_machine_is_told_when_labeling_starts(settings, monkeypatch, capsys):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.getloadavg", lambda: (1e4, 0.0, 0.0))
     relabel_imagenet.main(replace(settings, dry_run=True))
     assert capsys.readouterr().err.count("load average 10000.0 on ") == 1

@@ -42,6 +42,11 @@ def test_outside_a_busy_machine_is_told_once_in_a_line(load, told, monkeypatch, 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3}, raising=False)
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     assert describe_load(1.5) == told
+    # The remedy was taken.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    warn_busy()
+    assert capsys.readouterr().err == ""
+    monkeypatch.delenv("OMP_NUM_THREADS")
     warn_busy()
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -54,6 +59,7 @@ def test_a_system_without_load_average_is_not_called_busy(monkeypatch, capsys):
     def refuse():
         raise OSError
 
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "getloadavg", refuse)
     warn_busy()
     assert capsys.readouterr().err == ""

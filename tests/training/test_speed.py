@@ -135,6 +135,7 @@ def test_a_run_on_a_cpu_has_no_mfu(micro, tmp_path):
 
 
 def test_outside_a_busy_machine_is_told_when_training_starts(micro, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.getloadavg", lambda: (1e4, 0.0, 0.0))
     training.train(micro(tmp_path / "run", dry_run=True))
     assert capsys.readouterr().err.count("load average 10000.0 on ") == 1

@@ -254,29 +254,27 @@ def describe(figures: dict, header: StoreHeader) -> str:
         "all": "on all crops",
     }
     who = "the teacher" if figures["own_teacher"] else "the reference"
-    verb, ends = f"the stored map and {who} on the crop agree on ", []
+    shares, reasons = [], []
     for name, phrase in phrases.items():
         if not (group := groups[name])["crops"]:
             continue
         share, low, high = (100 * group["agreement"][end] for end in ("mean", "low", "high"))
-        interval = f"95 % interval {low:.0f} to {high:.0f} %, " if low == low else ""
+        interval = "" if math.isnan(low) else f"95 % interval {low:.0f} to {high:.0f} %, "
+        verb, of = "", ""
+        if not shares:
+            verb, of = f" the stored map and {who} on the crop agree", " of tokens"
         kl = group["divergence"]["mean"]
-        of = " of tokens" if verb else ""
-        ends.append(f"{phrase} {verb or 'on '}{share:.0f} %{of} ({interval}KL {kl:.2f})")
-        verb = ""
-    reasons = []
+        shares.append(f"{phrase}{verb} on {share:.0f} %{of} ({interval}KL {kl:.2f})")
     if not figures["own_teacher"]:
         reasons.append("the reference is not recognized as the maps' teacher")
-    views = VIEWS.search(header.teacher)
-    if header.geometry.startswith("tile") or views:
-        what = header.geometry if header.geometry.startswith("tile") else ""
-        what = " and ".join(filter(None, (what, views and f"{views[1]} views")))
-        reasons.append(f"{who} sees each crop once, and the maps are of {what}")
+    ways = [header.geometry] if header.geometry.startswith("tile") else []
+    if views := VIEWS.search(header.teacher):
+        ways.append(f"{views[1]} views")
+    if ways:
+        reasons.append(f"{who} sees each crop once, and the maps are of {' and '.join(ways)}")
     if figures["input_size"] != header.input_size:
-        reasons.append(
-            f"it sees the crop at {figures['input_size']} px and saw the image at "
-            f"{header.input_size} px"
-        )
+        sizes = figures["input_size"], header.input_size
+        reasons.append("{} sees crops at {} px, and the maps are of {} px".format(who, *sizes))
     if header.absent == "zero-logit":
         reasons.append("classes that the maps do not keep have logit 0")
-    return ", ".join(ends) + (f"; {', and '.join(reasons)}" if reasons else "")
+    return "; ".join([", ".join(shares), *reasons])

@@ -35,13 +35,13 @@ from densefeed.relabel.reference_match import (
     look,
     paired_t,
 )
-from densefeed.relabel.teacher import weights_hash
+from densefeed.relabel.teacher import Teacher, weights_hash
 from densefeed.storage.geometry import teacher_window
 from densefeed.storage.images import Images, sample_evenly
 from densefeed.storage.maintenance import disorder
 from densefeed.storage.packs import SURE, label_rows
 from densefeed.storage.row_codecs import ScoreMaps, cell_targets
-from densefeed.storage.score_maps import ScoreMapStore
+from densefeed.storage.score_maps import ScoreMapStore, StoreHeader
 from densefeed.storage.store_folder import open_rows
 from densefeed.system.errors import UserError
 from densefeed.system.progress import bar
@@ -201,20 +201,24 @@ def audit(
 
 
 def is_own_teacher(store: ScoreMapStore, references: References) -> bool:
-    """Whether the reference is the model that made this store, alone and in a single view.
-
-    The teacher's name in the header ends with a hash of its weights, before the precision.
-    """
+    """Whether the reference is the model that made this store, alone and in a single view."""
     header, reference = store.header, references.get(store.header.geometry)
-    teacher = PRECISION.sub("", header.teacher)
     return (
         reference is not None
         and reference.input_size == header.input_size
         # With several views or merged classes the same weights give other maps.
-        and not VIEWS_OR_CLASS_MAP.search(teacher)
+        and not VIEWS_OR_CLASS_MAP.search(PRECISION.sub("", header.teacher))
         # Last, because it reads all weights.
-        and teacher.endswith(f" {weights_hash(reference.model)}")
+        and has_own_weights(header, reference)
     )
+
+
+def has_own_weights(header: StoreHeader, reference: Teacher) -> bool:
+    """Whether the reference has the weights of the teacher that made the maps.
+
+    The teacher's name in the header ends with a hash of its weights, before the precision.
+    """
+    return PRECISION.sub("", header.teacher).endswith(f" {weights_hash(reference.model)}")
 
 
 def name_rows(store: ScoreMapStore, rows: Iterable[int]) -> str:

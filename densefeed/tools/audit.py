@@ -5,8 +5,10 @@
 The file alone is checked for damaged values, duplicates, and agreement with its labels. With
 --data, names, image sizes and files are checked too, and the page shows pictures. With --teacher, a
 model of the same classes that locates objects, the audit also checks how the maps are oriented,
-which part of the image they cover, and whether each is stored at its own image. Exit code 2 means
-that a fault was found.
+which part of the image they cover, and whether each is stored at its own image. With --crops 8 it
+also measures what the cached labels cost: the stored maps are compared with the teacher's labels of
+8 random-resized crops of each image, which it sees enlarged, as it would if every crop were labeled
+anew. Exit code 2 means that a fault was found.
 """
 
 if not __package__:
@@ -23,6 +25,7 @@ from PIL import Image
 
 from densefeed.pages.templates import TEMPLATES, picture
 from densefeed.pages.tokens import draw_labels
+from densefeed.pipelines.faithfulness import measure_crops
 from densefeed.relabel.audit import (
     VERDICTS,
     AuditResult,
@@ -74,13 +77,16 @@ class AuditOptions(SplitOptions, DecodeOptions, ThreadOptions, DeviceOptions):
     model: str = ""  # timm's name of the reference, for a checkpoint that does not contain it
     input_size: int = 0  # side of the reference's input, pixels; 0: that of the maps' teacher
     images: Annotated[int, Bounds(2)] = 300  # images shown to the reference
+    # random-resized crops of each of these images that the reference labels too, to measure how far
+    # the stored maps are from its labels of the crops; 0: none
+    crops: Annotated[int, Bounds(0, 64)] = 0
     # read all rows of a file of more than 100,000, of which otherwise 20,480 are read
     every_row: bool = False
 
     def unused(self) -> dict[str, str]:
         found = {}
         if not self.teacher:
-            names = "model", "input_size", "images", "threads", "device"
+            names = "model", "input_size", "images", "crops", "threads", "device"
             found |= dict.fromkeys(names, "--teacher")
         if self.data is None:
             found |= dict.fromkeys(("dataset", "split", "max_pixels"), "--data")
@@ -111,11 +117,15 @@ def main(options: AuditOptions) -> None:
         images.describe_split()
     references = open_references(options) if options.teacher else None
     result = audit(path, images, references, options.images, options.every_row, options.threads)
+    if options.crops and references:
+        result.figures["crops"] = compare_crops(result, references, options)
     text = render_page(result)
     with replace_file(out) as part:
         part.write_text(text, encoding="utf-8")
     write_json(numbers, result.to_dict())
     print_checks(result)
+    if crops := result.figures.get("crops"):
+        print(f"cached labels: {crops['sentence']}")
     size = f"{out.stat().st_size / 1024:,.0f} KiB"
     print(f"{out}: {size}, open it in a browser; the numbers are in {numbers}")
     raise_on_faults(result, path, f"{out} lists the remedies")
@@ -129,13 +139,24 @@ def open_references(options: AuditOptions) -> References:
     return load_references(options.teacher, options.model, size, names, options.device)
 
 
+def compare_crops(result: AuditResult, references: References, options: AuditOptions) -> dict:
+    """Measure what the cached labels cost; return numbers for the page, with one sentence."""
+    # The maps of a store with such a fault were not compared with the reference either.
+    if not result.figures.get("reference"):
+        return {"sentence": "crops were not compared, see the faults and the checks not made"}
+    # Rows can be in two pairs of neighbors.
+    rows, places = np.unique(result.compared), (result.images, result.image_of)
+    squash = references["squash"]
+    return measure_crops(result.store, *places, rows, squash, options.crops, options.threads)
+
+
 # ---------------------------------------------------------------------------------------- the page
 
 
 def render_page(result: AuditResult) -> str:
     """Render the self-contained HTML page."""
     # The figures of an unfinished store have nothing but its path.
-    figures = {"header": None, "reference": None, "classes": []} | result.figures
+    figures = {"header": None, "reference": None, "classes": [], "crops": None} | result.figures
     verdicts = {check.name: check.verdict for check in result.checks}
     # A teacher at chance may be untrained, or the maps may be those of other images; a warning of
     # the rows means that they may be.

@@ -110,6 +110,57 @@ def test_empty_paths_are_refused(fields, said):
         audit_tool.main(AuditOptions(**fields))
 
 
+def test_crops_are_compared_with_the_reference(scenes, located, student, tmp_path, capsys):
+    """The page has the table and two curves, the JSON the numbers, and the terminal a sentence."""
+    fields = {"teacher": "student", "input_size": 48, "images": 40, "out": tmp_path / "a.html"}
+    plain = make_options(scenes / "maps.h5", located, **fields)
+    audit_tool.main(plain)
+    assert "cached label" not in (tmp_path / "a.html").read_text() + capsys.readouterr().out
+    assert "crops" not in json.loads((tmp_path / "a.json").read_text())
+    audit_tool.main(replace(plain, crops=3))
+    text, numbers = (tmp_path / "a.html").read_text(), json.loads((tmp_path / "a.json").read_text())
+    crops = numbers["crops"]
+    assert (crops["images"], crops["crops_per_image"], crops["own_teacher"]) == (40, 3, False)
+    printed = capsys.readouterr().out
+    sentence = crops["sentence"]
+    assert f"cached labels: {sentence}\n" in printed
+    # Beyond the center square of its image a map labels no crop.
+    total, *others = crops["groups"]
+    assert [g["by"] for g in others] == ["area"] * 3 + ["width / height"] * 3 + ["mirrored"] * 2
+    assert 100 < total["crops"] <= 120
+    assert 0.1 < total["agreement"]["mean"] < 1
+    assert f"on all crops on {100 * total['agreement']['mean']:.0f} %" in sentence
+    part = text[text.index("What the cached label costs") : text.index("Maps over their images")]
+    assert part.count("<tr>") == 1 + len(crops["groups"])
+    assert part.count("<polyline") == 2
+    for group in crops["groups"]:
+        assert f"<b>{100 * group['agreement']['mean']:.1f} %</b>" in part
+        assert f"<b>{group['divergence']['mean']:.2f}</b>" in part
+    before = (tmp_path / "a.json").read_bytes()
+    audit_tool.main(replace(plain, crops=3))
+    assert (tmp_path / "a.json").read_bytes() == before
+
+
+def test_crops_without_a_reference_are_refused():
+    options = AuditOptions(maps=Path("m.h5"), data=Path("d"), crops=2)
+    with pytest.raises(UserError, match="--crops has no effect without --teacher"):
+        options.check_named(["m.h5", "--data", "d", "--crops", "2"])
+
+
+def test_crops_of_maps_that_hold_no_logits_are_not_compared(scenes, located, student, tmp_path):
+    store = ScoreMapStore(scenes / "maps.h5")
+    maps = store.rows(np.arange(len(store)))
+    writer = ScoreMapWriter(tmp_path / "maps.h5", store.header, store.paths(), store.labels)
+    share = np.exp(maps.logit.astype(np.float64) - maps.lse.astype(np.float64)[..., None])
+    writer.write(np.arange(len(store)), maps._replace(logit=share.astype(np.float16)))
+    writer.finish()
+    options = make_options(tmp_path / "maps.h5", located, teacher="student", crops=2, input_size=48)
+    with pytest.raises(UserError, match="logits"):
+        audit_tool.main(options)
+    text = (tmp_path / "maps.audit.html").read_text()
+    assert "Crops were not compared, see the faults and the checks not made." in text
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_reference_of_flat_maps_is_no_number(scenes, located, student, tmp_path, monkeypatch):
     """Its correlations are NaN, which JSON cannot hold: the page could not be written again."""
@@ -215,6 +266,7 @@ def test_the_command(folder, random_maps, tmp_path, command):
             "--teacher needs the images; pass them with --data",
         ),
         ("maps", {"images": 1}, "--images is 1, and must be at least 2"),
+        ("maps", {"crops": 65}, "--crops is 65, and must be from 0 to 64"),
         ("none", {}, "there is no such file"),
         ("maps", {"teacher": "nobody"}, "neither a file nor a timm model"),
     ],

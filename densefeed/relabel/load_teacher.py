@@ -18,7 +18,7 @@ from torch import nn
 
 from densefeed.models import checkpoints
 from densefeed.models.model_spec import imagenet_names, is_registered
-from densefeed.relabel.class_map import ClassMap, read_class_map
+from densefeed.relabel.class_map import ClassMap, name_unmapped, read_class_map
 from densefeed.relabel.network import Network, preprocessing_config
 from densefeed.relabel.reference_match import References
 from densefeed.relabel.teacher import Teacher
@@ -50,13 +50,15 @@ def load_teacher(
     geometry: Geometry,
     tta_views: int,
     tiles: int,
+    keep_unmapped: bool = False,
 ) -> tuple[Teacher, str]:
     """Load the teacher on the CPU; return it and its name in a store.
 
     A network that states the names of the data's classes in another order is matched by name.
     `sources` name one network or the members of an ensemble. `models`, `sizes` and `class_maps` are
     one for all or one for each; the first and the last may be empty. The name includes class maps
-    and test-time views. Raises UserError with the source that cannot be used and the reason.
+    and test-time views. With `keep_unmapped` the teacher has one more class than the data, what its
+    class maps leave. Raises UserError with the source that cannot be used and the reason.
     """
     if not sources:
         raise UserError(
@@ -75,16 +77,14 @@ def load_teacher(
     members, by_order = [], []
     for source, model_name, size, file in zip(sources, models, sizes, class_maps, strict=True):
         network = load_network(source, model_name, size)
-        name, class_map = source, None
+        by, class_map = "", None
         theirs = _find_names(network, data_names)
         if file != NO_CLASS_MAP:
             class_map = _read_class_map(Path(file), network, source, data_names)
-            # The store keeps this name. Another class map gives another name, so that no pass is
-            # resumed with it.
-            name = f"{source} by {Path(file).name} {_digest(class_map)}"
+            by = f" by {Path(file).name}"
         elif theirs != data_names and sorted(theirs) == sorted(data_names):
             class_map = _renumber(theirs, data_names)
-            name = f"{source} by name {_digest(class_map)}"
+            by = " by name"
         # Without names only the number of classes can be compared, which `begin_pass` does.
         elif network.class_names and network.class_names != data_names:
             difference = describe_difference(
@@ -95,6 +95,13 @@ def load_teacher(
                 f"teacher of the same classes, or pass a --class-map{name_numbers(data_names)}"
             )
         by_order.append(not theirs and class_map is None)
+        if keep_unmapped:
+            count = _count_classes(network, source)
+            every = torch.arange(count)
+            class_map = name_unmapped(class_map or ClassMap(every, every, count), count)
+        # The store keeps this name. Another class map gives another name, so that no pass is
+        # resumed with it.
+        name = f"{source}{by} {_digest(class_map)}" if by else source
         members.append((network.model, size, network.config, class_map, name))
     joined = " + ".join(member[-1] for member in members)
     (model, size, config, class_map, name), *others = members
@@ -108,6 +115,7 @@ def load_teacher(
         tta_views=tta_views,
         tiles=tiles,
         others=[Network(*other) for other in others],
+        unmapped=keep_unmapped,
     )
     for network, unnamed in zip(teacher.networks, by_order, strict=True):
         network.by_order = unnamed
@@ -249,14 +257,19 @@ def _repeat(values: Sequence, count: int, flag: str) -> list:
 
 def _read_class_map(path: Path, network: Loaded, source: str, data_names: list[str]) -> ClassMap:
     """Read a class map; names of the teacher's classes may be ImageNet's."""
-    names = network.class_names
-    count = len(names) or getattr(network.model, "num_classes", 0)
+    names = network.class_names or imagenet_names(network.model)
+    return read_class_map(path, names, _count_classes(network, source), data_names)
+
+
+def _count_classes(network: Loaded, source: str) -> int:
+    """Return the number of a teacher's classes; UserError if it is not known."""
+    count = len(network.class_names) or getattr(network.model, "num_classes", 0)
     if not count:
         raise UserError(
             f"the number of classes of {source} is not known, and a --class-map needs it; set "
             "num_classes of the module"
         )
-    return read_class_map(path, names or imagenet_names(network.model), count, data_names)
+    return count
 
 
 def _find_names(network: Loaded, data_names: list[str]) -> list[str]:

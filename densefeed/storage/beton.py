@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 
@@ -756,7 +756,7 @@ def check_notes(path: Path, notes: dict, fields: list[Field], table: int) -> Non
         )
         and is_between(sums.get("samples_at"), 0, table, int),
         "teacher": isinstance(notes.get("teacher", ""), str),
-        "absent": notes.get("absent", "tail") in ("tail", "zero-logit"),
+        "absent": notes.get("absent", "tail") in get_args(Absent),
     }
     if has_maps:
         ours = map_fields(*shape[2:]) if len(shape) == 4 else None

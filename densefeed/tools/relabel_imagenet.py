@@ -54,7 +54,7 @@ from tyro.conf import UseAppendAction
 from densefeed.relabel.audit import print_accuracy
 from densefeed.relabel.estimates import estimate_pass
 from densefeed.relabel.labeling import Pass, begin_pass
-from densefeed.relabel.load_teacher import load_teacher
+from densefeed.relabel.load_teacher import NO_CLASS_MAP, load_teacher
 from densefeed.relabel.ray_workers import Engine, run_on_ray
 from densefeed.relabel.rendering import NativeRender
 from densefeed.relabel.scoring import Compile, Precision, choose_compile
@@ -64,7 +64,7 @@ from densefeed.storage.dataset_names import check_two_classes
 from densefeed.storage.geometry import Geometry
 from densefeed.storage.images import DecodeOptions, SplitOptions, limit_pixels
 from densefeed.storage.maintenance import summary
-from densefeed.storage.row_codecs import Absent, Form
+from densefeed.storage.row_codecs import Form
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.storage.shard_plan import SHARD_IMAGES
 from densefeed.system.devices import DeviceOptions, ThreadOptions, choose_rank_device
@@ -93,6 +93,9 @@ class Labeling(SplitOptions, DecodeOptions, ThreadOptions, DeviceOptions):
     input_size: tuple[int, ...] = (576,)
     # JSON or CSV file from the teacher's classes to those of the data; - for none
     class_map: tuple[str, ...] = ()
+    # probability of the teacher's classes that --class-map gives no class of the data. drop: rescale
+    # the others to 1; keep: in training, a token gets that much less weight
+    unmapped: Literal["drop", "keep"] = "drop"
     top_k: Count = 5  # classes kept per cell; all of them if the teacher has fewer
     # part of an image that is shown: squashed, its center square (as published), padded, or tiles
     geometry: Geometry = "squash"
@@ -100,7 +103,7 @@ class Labeling(SplitOptions, DecodeOptions, ThreadOptions, DeviceOptions):
     # test-time views to average: 2 are the image and its mirror, more are shifted by a cell
     tta_views: int = 1
     # classes that are not kept: the remaining probability spread evenly, or logit 0 (as published)
-    absent: Absent = "tail"
+    absent: Literal["tail", "zero-logit"] = "tail"
     # rows on disk: raw, packed losslessly, or compact, whose error is printed
     form: Form = "raw"
     # name of the dataset, from the list in the --help of packing, if the data is not a folder of
@@ -142,9 +145,23 @@ def check_engine(labeling: Labeling) -> None:
         )
 
 
+def check_unmapped(labeling: Labeling) -> None:
+    """Raise UserError for options that do not go with --unmapped keep."""
+    if labeling.unmapped == "drop":
+        return
+    if all(file == NO_CLASS_MAP for file in labeling.class_map):
+        raise UserError("--unmapped keep needs a --class-map; add it or remove --unmapped")
+    if labeling.absent != "tail":
+        raise UserError(
+            f"--unmapped keep stores probabilities, and --absent {labeling.absent} does not; remove "
+            "one of them"
+        )
+
+
 def main(labeling: Labeling) -> None:
     """Label the images, then print the accuracy of the stored maps."""
     check_engine(labeling)
+    check_unmapped(labeling)
     out, is_first = labeling.out, os.environ.get("RANK", "0") == "0"
     if labeling.dry_run:
         for line in estimate_pass(begin(labeling, is_first)).lines():
@@ -200,6 +217,7 @@ def begin(labeling: Labeling, shows: bool) -> Pass:
         labeling.geometry,
         labeling.tta_views,
         labeling.tiles,
+        labeling.unmapped == "keep",
     )
     teacher = teacher.to(device)
     caveats = [network.caveat for network in teacher.networks if network.caveat]

@@ -170,7 +170,7 @@ TYPES = {
     **dict.fromkeys(("temperature", "margin", "edge", "on", "off", "sums_to"), "fp32"),
 }
 CONSTANTS = {
-    "palette_kernel": {"TAIL": True, "SOFTENED": True},
+    "palette_kernel": {"TAIL": True, "BACKGROUND": True, "SOFTENED": True},
     "pool_kernel": {"TAIL": True, "UNIFORM": False, "WHOLE": False, "ROWS": 8, "SLOTS": 64},
     "pool_kernel of one token": {
         "TAIL": False,

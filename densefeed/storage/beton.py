@@ -32,6 +32,7 @@ from densefeed import native
 from densefeed.native import MAX_PIXELS
 from densefeed.storage.dataset_names import MOST_CLASSES
 from densefeed.storage.images import Images, MaxPixels, limit_pixels, verify_images
+from densefeed.storage.row_codecs import Absent
 from densefeed.storage.score_maps import ScoreMaps, find_faults
 from densefeed.system.devices import CORES
 from densefeed.system.errors import UserError

@@ -482,8 +482,8 @@ def describe_background(scan: RowScan) -> Outcome:
     if mass is None:
         return "unchecked", "no row could be read"
     return "sound", (
-        f"the probability of the data's classes together is {100 * mass:.1f} % on average, and less "
-        f"than half in {100 * mostly_none:.1f} % of the cells"
+        f"the probability of the data's classes together is {100 * mass:.1f} % on average, and "
+        f"less than half in {100 * mostly_none:.1f} % of the cells"
     )
 
 

@@ -229,8 +229,8 @@ def summary(store: ScoreMapStore) -> str:
     rest = " and what belongs to none" if header.absent == "background" else ""
     line = (
         f"{store.path}: {len(store):,} {header.form} maps of {header.side} x {header.side} cells, "
-        f"top {header.top_k} of {header.num_classes:,} classes{rest}, at most {store.max_palette} in a "
-        f"map, {size:,.0f} bytes per image"
+        f"top {header.top_k} of {header.num_classes:,} classes{rest}, at most {store.max_palette} "
+        f"in a map, {size:,.0f} bytes per image"
     )
     return f"{line}; {store.error}" if store.error else line
 

@@ -71,11 +71,11 @@ def row_sizes(form: Form, side: int, top_k: int, palette: np.ndarray) -> np.ndar
 def code_levels(absent: Absent) -> np.ndarray:
     """Return the 256 levels of a compact store, float32: an entry's logit is low + step * level.
 
-    `tail` and `background`: the square roots of probabilities are spaced evenly, so log p = low + 2 ln(code / 255),
-    where low is the log of the row's largest probability. Half a step is then at most 0.4 % of the
-    largest probability, and a smaller absolute error for smaller ones; logs spaced evenly over 16
-    units would be off by 3 % of each. Code 0 stands for nearly nothing and needs a finite log: it
-    is decoded as a quarter of a step.
+    `tail`, `background`: the square roots of probabilities are spaced evenly, so log p = low +
+    2 ln(code / 255), where low is the log of the row's largest probability. Half a step is then at
+    most 0.4 % of the largest probability, and a smaller absolute error for smaller ones; logs
+    spaced evenly over 16 units would be off by 3 % of each. Code 0 stands for nearly nothing and
+    needs a finite log: it is decoded as a quarter of a step.
 
     `zero-logit`: pooling averages the logits themselves, so these are spaced evenly from the row's
     smallest to its largest.

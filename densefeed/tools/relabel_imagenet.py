@@ -93,8 +93,8 @@ class Labeling(SplitOptions, DecodeOptions, ThreadOptions, DeviceOptions):
     input_size: tuple[int, ...] = (576,)
     # JSON or CSV file from the teacher's classes to those of the data; - for none
     class_map: tuple[str, ...] = ()
-    # probability of the teacher's classes that --class-map gives no class of the data. drop: rescale
-    # the others to 1; keep: in training, a token gets that much less weight
+    # probability of the teacher's classes that --class-map leaves out. drop: rescale that of the
+    # classes of the data to 1; keep: store it as it is, and --outside of train decides on the rest
     unmapped: Literal["drop", "keep"] = "drop"
     top_k: Count = 5  # classes kept per cell; all of them if the teacher has fewer
     # part of an image that is shown: squashed, its center square (as published), padded, or tiles
@@ -153,8 +153,8 @@ def check_unmapped(labeling: Labeling) -> None:
         raise UserError("--unmapped keep needs a --class-map; add it or remove --unmapped")
     if labeling.absent != "tail":
         raise UserError(
-            f"--unmapped keep stores probabilities, and --absent {labeling.absent} does not; remove "
-            "one of them"
+            f"--unmapped keep stores probabilities, and --absent {labeling.absent} does not; "
+            "remove one of them"
         )
 
 

@@ -13,19 +13,22 @@ from hypothesis import strategies as st
 
 from densefeed.objectives.losses import class_token_loss, token_loss
 from densefeed.pipelines.mixing import mean_target, mix_targets
-from densefeed.pipelines.targets import (
-    TargetRules,
-    mix_ground_truth,
-    palette_maps,
-    sparse_targets,
-)
+from densefeed.pipelines.targets import TargetRules, mix_ground_truth, palette_maps, sparse_targets
 from densefeed.relabel.class_map import ClassMap, merge_classes, name_unmapped
 from densefeed.relabel.scoring import keep, to_maps
 from densefeed.storage.row_codecs import ScoreMaps, code_levels, pack, unpack
 from densefeed.storage.score_maps import palette_sizes
 
-from .test_targets import batch_of, cell_value, densify, outermost, random_boxes, spec_of
-from .test_targets import warp, warped
+from .test_targets import (
+    batch_of,
+    cell_value,
+    densify,
+    outermost,
+    random_boxes,
+    spec_of,
+    warp,
+    warped,
+)
 
 TEACHER, K, SIDE, N = 9, 6, 5, 5
 BOXES = np.array(
@@ -67,7 +70,9 @@ def background_maps(top_k, seed=0):
 def make_compact(maps):
     rows = [np.frombuffer(row, np.uint8) for row in pack("compact", "background", maps)]
     palette, levels = palette_sizes(maps.cls), code_levels("background")
-    return ScoreMaps(*unpack("compact", SIDE, maps.cls.shape[3], levels, palette, rows), maps.window)
+    return ScoreMaps(
+        *unpack("compact", SIDE, maps.cls.shape[3], levels, palette, rows), maps.window
+    )
 
 
 def dense_cells(maps, temperature=1.0):
@@ -92,7 +97,7 @@ def walk(batch, dense, grid, outside, smoothing=0.0):
         counts = np.ceil(np.linalg.norm(edges, axis=0) / grid - 1e-5).clip(1).astype(int)
         ends = outermost(left, right, SIDE), outermost(top, bottom, SIDE)
         for t, (row, column) in enumerate(itertools.product(range(grid), repeat=2)):
-            total, hits = np.zeros(K), 0
+            total = np.zeros(K)
             for j, i in itertools.product(range(counts[1]), range(counts[0])):
                 u, v = (column + (i + 0.5) / counts[0]) / grid, (row + (j + 0.5) / counts[1]) / grid
                 x, y = view @ [u, v, 1]
@@ -100,7 +105,6 @@ def walk(batch, dense, grid, outside, smoothing=0.0):
                     continue
                 if not max(shown[0], top, 0) <= y <= min(shown[2], bottom, 1):
                     continue
-                hits += 1
                 at = (x - left) / (right - left), (y - top) / (bottom - top)
                 total += cell_value(cells, *at, *ends)
             # The mean over all points, with nothing for those outside.
@@ -110,14 +114,16 @@ def walk(batch, dense, grid, outside, smoothing=0.0):
             elif p.sum() > 0:
                 targets[n, t], weights[n, t] = p / p.sum(), p.sum()
     off = smoothing / K
-    return torch.from_numpy(targets * (1 - smoothing + off) + off), torch.from_numpy(weights[..., 0])
+    targets = targets * (1 - smoothing + off) + off
+    return torch.from_numpy(targets), torch.from_numpy(weights[..., 0])
 
 
 @pytest.mark.parametrize("outside", ["ignore", "uniform"])
 @pytest.mark.parametrize("sheared", [False, True])
 @pytest.mark.parametrize("form", ["raw", "compact"])
 @pytest.mark.parametrize(
-    ("top_k", "grid", "rules"), [(3, 4, {}), (K, 3, dict(smoothing=0.1, temperature=2.0)), (K, 1, {})]
+    ("top_k", "grid", "rules"),
+    [(3, 4, {}), (K, 3, dict(smoothing=0.1, temperature=2.0)), (K, 1, {})],
 )
 def test_outside_the_data_targets_are_those_of_a_walk(top_k, grid, rules, form, sheared, outside):
     maps = background_maps(top_k)

@@ -142,7 +142,9 @@ def move_views(batch: Batch, matrix_N33: np.ndarray) -> Batch:
     return batch._replace(view=moved.float(), shown=shown)
 
 
-def warp_maps(batch: Batch, flips: np.ndarray, steps: list[list[Step]], spec: ScoreMapSpec) -> Batch:
+def warp_maps(
+    batch: Batch, flips: np.ndarray, steps: list[list[Step]], spec: ScoreMapSpec
+) -> Batch:
     """Flip and warp the score maps of a batch as the published code does.
 
     A cell takes the logits and classes of the nearest cell of the map; one from beyond the centers

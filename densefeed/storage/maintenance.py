@@ -226,7 +226,7 @@ def summary(store: ScoreMapStore) -> str:
     """Describe a store in one line, with the error of a compact one."""
     header = store.header
     size = store.size / len(store)
-    rest = " and what belongs to none" if header.absent == "background" else ""
+    rest = " and background" if header.absent == "background" else ""
     line = (
         f"{store.path}: {len(store):,} {header.form} maps of {header.side} x {header.side} cells, "
         f"top {header.top_k} of {header.num_classes:,} classes{rest}, at most {store.max_palette} "

@@ -141,7 +141,7 @@ def test_outside_probabilities_are_those_of_all_classes(here, form):
     assert np.ptp(want.sum(-1)) > 0.3
     header = store.header
     assert (header.absent, header.num_classes, header.top_k) == ("background", 2, 2)
-    assert "top 2 of 2 classes and what belongs to none" in summary(store)
+    assert "top 2 of 2 classes and background" in summary(store)
     assert not verify(store)
 
 

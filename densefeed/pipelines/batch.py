@@ -23,7 +23,7 @@ class ScoreMapSpec(NamedTuple):
     side: int  # S
     top_k: int  # k
     num_classes: int  # K
-    absent: str  # "tail" or "zero-logit": what classes outside a cell's top k have
+    absent: str  # what classes outside a cell's top k have, see row_codecs.Absent
     max_palette: int  # largest number of distinct classes in one map
     min_window_side: float  # smallest side of a Window: how far a crop may exceed the map
 

@@ -26,9 +26,9 @@ class SlotMaps(NamedTuple):
 
     palette: Tensor  # int64 [N, M]
     slot: Tensor  # int32 [N, S, S, k], the place of each entry in its palette
-    # float32 [N, S, S, k]: zero-logit: logits; tail: probabilities beyond what every class has
+    # float32 [N, S, S, k]: zero-logit: logits; else: probabilities beyond what every class has
     value: Tensor
-    share: Tensor  # float32 [N, S, S], tail: what every class has; zero-logit: empty
+    share: Tensor  # float32 [N, S, S], what every class has; zero-logit: empty
     # float32 [N, 21]: the fields of `Places` and the weight of the image
     place: Tensor
 
@@ -49,18 +49,18 @@ def run_spread_kernel(
     map_lse: Tensor,
     classes: int,
     slots: int,
-    tail: bool,
+    absent: str,
     temperature: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the first four fields of SlotMaps; see `targets.palette_maps`.
 
-    `tail` is the meaning of absent classes; else their logits are 0.
+    `absent` is that of ScoreMapSpec.
     """
     # Imported here, because importing Triton takes a second, or fails.
     from densefeed.pipelines import fused_targets_triton as kernels
 
     N, side, _, top_k = map_class.shape
-    made = allocate_maps(map_class, classes, slots, tail)
+    made = allocate_maps(map_class, classes, slots, absent)
     rank_NK = map_class.new_empty(N, classes, dtype=torch.int32)
     maps = (part.contiguous() for part in (map_class, map_logit, map_lse))
     kernels.launch(
@@ -68,7 +68,8 @@ def run_spread_kernel(
         (N,),
         *(*maps, rank_NK, *made),
         *(side * side, top_k, classes, slots, temperature),
-        TAIL=tail,
+        TAIL=absent != "zero-logit",
+        BACKGROUND=absent == "background",
         SOFTENED=temperature != 1,
     )
     return made
@@ -118,7 +119,7 @@ def run_pool_kernel(
 
 
 def allocate_maps(
-    map_class: Tensor, classes: int, slots: int, tail: bool, *_
+    map_class: Tensor, classes: int, slots: int, absent: str, *_
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Allocate what `run_spread_kernel` returns."""
     shape = map_class.shape
@@ -126,7 +127,7 @@ def allocate_maps(
         map_class.new_empty(shape[0], slots, dtype=torch.long),
         map_class.new_empty(shape, dtype=torch.int32),
         map_class.new_empty(shape, dtype=torch.float32),
-        map_class.new_empty(shape[:3] if tail else (0,), dtype=torch.float32),
+        map_class.new_empty((0,) if absent == "zero-logit" else shape[:3], dtype=torch.float32),
     )
 
 

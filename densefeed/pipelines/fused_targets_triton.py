@@ -31,6 +31,7 @@ def palette_kernel(
     size,
     temperature,
     TAIL: tl.constexpr,
+    BACKGROUND: tl.constexpr,
     SOFTENED: tl.constexpr,
 ):
     """Write an image's palette, the slot of every entry, its value, and the share of the others.
@@ -86,9 +87,11 @@ def palette_kernel(
                 log_probability = tl.load(map_logit + first + j, mask=inside, other=0.0) - lse
                 kept += tl.exp(log_probability)
                 peak = tl.maximum(peak, log_probability)
-            scale = 1 / tl.where(others > 0, tl.maximum(kept, 1.0), kept)
+            scale = 1 / tl.where((others > 0) | BACKGROUND, tl.maximum(kept, 1.0), kept)
             total = kept * scale
             spread = tl.maximum(1 - total, 0.0) / tl.maximum(others, 1)
+            if BACKGROUND:
+                spread = tl.zeros_like(total)
             tl.store(share + cell, spread, mask=inside)
             softened = tl.zeros_like(lse)
             if SOFTENED:

@@ -54,7 +54,7 @@ class TargetRules(Options):
     ground_truth: Literal["none", "published", "intended"] = "none"
     # aligned: labels of what a token shows; published: of where the published code reads the map
     geometry: Literal["aligned", "published"] = "aligned"
-    # what lies outside map, image or crop: no label, or all classes alike
+    # what lies outside map, image, crop or the data's classes: no label, or all classes alike
     outside: Literal["ignore", "uniform"] = "ignore"
 
 
@@ -259,9 +259,10 @@ class PaletteMaps(NamedTuple):
     """A batch's score maps over their palettes: what the targets of every grid are pooled from."""
 
     palette: Tensor  # int64 [N, M]
-    # float32 [N, S, S, M]: zero-logit: logits; tail: probabilities beyond what every class has
+    # float32 [N, S, S, M]: zero-logit: logits; else: probabilities beyond what every class has
     value: Tensor
-    share: Tensor | None  # float32 [N, S, S, 1], tail: what every class has
+    # float32 [N, S, S, 1], what every class has; 0 with background, None with zero-logit
+    share: Tensor | None
 
 
 def palettes(map_class: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -283,17 +284,20 @@ def apply_temperature(
 ) -> tuple[Tensor, Tensor]:
     """Turn log-probabilities of a cell's top-k classes `[..., k]` into probabilities.
 
-    Returns those of the top k, `[..., k]`, and that of each other class, `[..., 1]`. Temperature
+    Returns those of the top k, `[..., k]`, and that of each other class, `[..., 1]`, which is 0 if
+    what the top k leave belongs to no class (`background`). Temperature
     redistributes what the top k have together. The remainder stays as it is: float16 resolves it to
     1e-3 only, and the fourth root of 1e-6 is 0.03 for each of 995 classes, 31 together.
     """
     probability = log_probability.exp()
     kept = probability.sum(-1, keepdim=True)
-    others = spec.num_classes - spec.top_k
+    others, background = spec.num_classes - spec.top_k, spec.absent == "background"
     # Rounding to float16 lets the kept probabilities pass 1 by 1e-3; where every class is kept they
     # must sum to 1.
-    probability = probability / (kept.clamp(min=1) if others else kept)
+    probability = probability / (kept.clamp(min=1) if others or background else kept)
     share = (1 - probability.sum(-1, keepdim=True)).clamp(min=0) / max(others, 1)
+    if background:
+        share = torch.zeros_like(share)
     if temperature != 1:
         softened = (log_probability / temperature).softmax(-1)
         probability = probability.sum(-1, keepdim=True) * softened
@@ -308,14 +312,14 @@ def palette_maps(batch: Batch, spec: ScoreMapSpec, rules: TargetRules) -> Palett
     """
     if can_run(batch.view, spec.max_palette):
         maps = batch.map_class, batch.map_logit, batch.map_lse
-        numbers = spec.num_classes, spec.max_palette, spec.absent == "tail", rules.temperature
+        numbers = spec.num_classes, spec.max_palette, spec.absent, rules.temperature
         at = places(batch, spec.side, rules)
         rows = at.view, at.through, at.visible, at.cells, batch.weight[:, None]
         place = torch.cat([field.flatten(1) for field in rows], 1)
         return SlotMaps(*spread_maps(*maps, *numbers), place)
     palette, slot = palettes(batch.map_class, spec.max_palette)
     entries, share = batch.map_logit.to(batch.view.dtype), None
-    if spec.absent == "tail":
+    if spec.absent != "zero-logit":
         probability, share = apply_temperature(
             entries - batch.map_lse.to(entries.dtype)[..., None], spec, rules.temperature
         )
@@ -346,10 +350,14 @@ def sparse_targets(
     `spec.absent` defines the classes outside a cell's top k. `zero-logit`: they have logit 0;
     logits are averaged over the samples, then softmax (published packs and code of TokenLabeling).
     `tail`: they share evenly the probability that the top k leave; probabilities are averaged.
+    `background`: they have none, what the top k leave belongs to no class of the data;
+    probabilities are averaged, to a sum m of at most 1.
 
     `rules.outside` defines the samples outside. `ignore`: they do not count, and the weight of a
     token is its share of samples inside. `uniform`, as published: they count as logit 0
-    (zero-logit) or probability 1 / K (tail), and every token has weight 1.
+    (zero-logit) or probability 1 / K (tail), and every token has weight 1. Background is outside:
+    `ignore` rescales the probabilities to 1 and multiplies the weight by m, `uniform` gives each
+    class (1 - m) / K more.
 
     Smoothing s gives t (1 - s + s/K) + s/K, as published. Padding (`batch.weight` 0) has weight 0.
     `maps` is `palette_maps(batch, spec, rules)`, if the caller has it: half the time of a call.
@@ -363,7 +371,8 @@ def sparse_targets(
         most, uniform = most_samples(batch, spec, grid, rules), rules.outside == "uniform"
         sizes = spec.num_classes, spec.max_palette, *split_grid(grid), most, uniform
         extra, base, weight, total = pool_targets(*maps[1:], numbers, *sizes)
-        return SparseTargets(maps.palette, extra, base, weight, total)
+        targets = SparseTargets(maps.palette, extra, base, weight, total)
+        return resolve_background(targets, spec, rules)
     pool_map, inside = sampler(batch, spec, grid, rules)
     value, weight = pool_map(maps.value), inside  # N T M, N T
     # The mean with 0 for samples outside is the mean of those inside times their share.
@@ -385,7 +394,29 @@ def sparse_targets(
     base = base + off
     # on + K off: larger than 1 by smoothing / K, as published.
     total = torch.full_like(base, on + rules.smoothing)
-    return SparseTargets(maps.palette, extra, base, weight * batch.weight[:, None], total)
+    targets = SparseTargets(maps.palette, extra, base, weight * batch.weight[:, None], total)
+    return resolve_background(targets, spec, rules)
+
+
+def resolve_background(
+    targets: SparseTargets, spec: ScoreMapSpec, rules: TargetRules
+) -> SparseTargets:
+    """Make targets that sum to `total` of pooled maps with `background`; return others as they are.
+
+    The sum of a token's extras is the share of it that shows classes of the data.
+    """
+    if spec.absent != "background":
+        return targets
+    off = rules.smoothing / spec.num_classes
+    on = 1 - rules.smoothing + off
+    known = targets.extra.sum(-1) / on
+    if rules.outside == "uniform":
+        # Samples outside are pooled as 0, so 1 - known has them too.
+        base = on * (1 - known).clamp(min=0) / spec.num_classes + off
+        return targets._replace(base=base)
+    # A token that shows none has extras and a weight of 0, not 0 / 0.
+    extra = targets.extra / known.clamp(min=torch.finfo(known.dtype).tiny)[..., None]
+    return targets._replace(extra=extra, weight=targets.weight * known)
 
 
 def mix_ground_truth(

@@ -172,6 +172,8 @@ def audit(
         image_of = np.array([place.get(path, -1) for path in store.paths()])
         outcomes["images"] = check_files(store, images, image_of)
         outcomes["class names"] = check_class_names(store, images, image_of)
+    if store.header.absent == "background":
+        outcomes["background"] = describe_background(scan)
     outcomes["duplicates"] = check_duplicates(store, images, image_of)
     blocked_by = LOGITS_FIRST if logits[0] == "fault" else ""
     outcomes["class list"], renaming = check_class_list(store, scan, blocked_by)
@@ -276,6 +278,9 @@ class RowScan:
         self.shares = np.zeros((count, 3))
         # Greatest probability of a class in a cell; 0 in rows with faults.
         self.max_p = np.zeros(count)
+        # With `background`: mean over the cells of the probability of the data's classes together,
+        # and the share of cells where it is less than half.
+        self.mass, self.mostly_none = np.zeros((2, count))
 
     def good(self) -> np.ndarray:
         """Return which rows have no fault, bool `[N]`."""
@@ -369,6 +374,12 @@ def scan_probabilities(
     # A label need not be a class of the teacher; its probability is 0 then.
     label_p = mean_NK[np.arange(len(at)), np.minimum(label, K - 1)]
     scan.label_p[at] = np.where(label < K, label_p, 0)
+    if header.absent == "background":
+        mass_NSS = named.sum(-1)
+        scan.mass[at] = mass_NSS.mean((1, 2))
+        scan.mostly_none[at] = (mass_NSS < 0.5).mean((1, 2))
+        # From here on given that a cell shows one of the classes.
+        named = named / np.maximum(mass_NSS, np.finfo(float).tiny)[..., None]
     entropy_NSS = -_plogp(named).sum(-1) - (K - header.top_k) * _plogp(other)
     scan.entropy[at] = entropy_NSS.mean((1, 2))
     same = (maps.cls == maps.cls[:, :1, :1]) & (maps.logit == maps.logit[:, :1, :1])
@@ -467,6 +478,25 @@ def check_logits(store: ScoreMapStore, scan: RowScan) -> Outcome:
         f"probabilities had been stored as logits ({100 * limit:.2g} %)",
         "Compare a few rows with the teacher's own logits before training on them.",
     )
+
+
+def describe_background(scan: RowScan) -> Outcome:
+    """State how much of the cells shows classes of the data; any sum up to 1 is sound."""
+    mass, mostly_none = measure_background(scan)
+    if mass is None:
+        return "unchecked", "no row could be read"
+    return "sound", (
+        f"the probability of the data's classes together is {100 * mass:.1f} % on average, and "
+        f"less than half in {100 * mostly_none:.1f} % of the cells"
+    )
+
+
+def measure_background(scan: RowScan) -> tuple[float, float] | tuple[None, None]:
+    """Average `mass` and `mostly_none` over the good rows; None if there are none."""
+    good = scan.good()
+    if not good.any():
+        return None, None
+    return float(scan.mass[good].mean()), float(scan.mostly_none[good].mean())
 
 
 def are_probabilities(high: float, shares: np.ndarray, top_k: int) -> bool:
@@ -833,16 +863,20 @@ def measure_accuracy(store: ScoreMapStore, batch: int = 1024) -> float:
     output of a teacher with a linear head, so the result should be close to the teacher's own
     accuracy; if it is not, the maps are wrong. A class that a cell does not name counts there with
     the logit it is stored with: 0, or its even share of the remaining probability (of at least
-    1e-3, below which float16 keeps nothing of it).
+    1e-3, below which float16 keeps nothing of it). With `background` it is the class of the highest
+    mean probability instead: a cell counts by how much of it shows classes of the data.
     """
     header, right = store.header, 0
     others = max(header.num_classes - header.top_k, 1)
     for ids in bar(np.array_split(np.arange(len(store)), -(-len(store) // batch)), "read back"):
         maps = store.rows(ids)
-        logit, lse = maps.logit.astype(np.float64), maps.lse.astype(np.float64)
-        remainder = np.maximum(1 - np.exp(logit - lse[..., None]).sum(-1), 1e-3) / others
-        unnamed = lse + np.log(remainder) if header.absent == "tail" else np.zeros_like(lse)
-        mean_NK = mean_over_cells(logit, unnamed, maps.cls, header.num_classes)
+        if header.absent == "background":
+            named, unnamed = cell_targets(maps, header.num_classes, header.absent)
+        else:
+            named, lse = maps.logit.astype(np.float64), maps.lse.astype(np.float64)
+            remainder = np.maximum(1 - np.exp(named - lse[..., None]).sum(-1), 1e-3) / others
+            unnamed = lse + np.log(remainder) if header.absent == "tail" else np.zeros_like(lse)
+        mean_NK = mean_over_cells(named, unnamed, maps.cls, header.num_classes)
         right += int((mean_NK.argmax(1) == store.labels[ids]).sum())
     return right / len(store)
 
@@ -1114,6 +1148,9 @@ def summarize(
             "mean": float(store.palette.mean()),
         },
         "classes_named": int(scan.named[: header.num_classes].sum()),
+        "background": dict(zip(("mass", "mostly_none"), measure_background(scan), strict=True))
+        if header.absent == "background"
+        else None,
         "same_in_every_cell": int(scan.constant[good].sum()),
         "reference": match and match.summarize(),
         "renaming": renaming

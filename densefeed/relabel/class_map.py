@@ -37,7 +37,8 @@ def merge_classes(logits: Tensor, class_map: ClassMap) -> Tensor:
 
     A merged logit is the logsumexp of its parts, so probabilities of merged classes add up. The
     probability of classes that become none is dropped: the results are the probabilities of the
-    data's classes given that a cell shows one of them.
+    data's classes given that a cell shows one of them. `name_unmapped` keeps it as one more class,
+    whose logit is minus infinity if no class becomes none.
     """
     source, target, classes = class_map
     logits = logits.index_select(-1, source)
@@ -48,6 +49,13 @@ def merge_classes(logits: Tensor, class_map: ClassMap) -> Tensor:
     # its logarithm not finite.
     share = (logits - peak.index_select(-1, target)).exp()
     return peak + torch.zeros_like(peak).index_add_(-1, target, share).log()
+
+
+def name_unmapped(class_map: ClassMap, num_teacher: int) -> ClassMap:
+    """Add one class after those of the data, which the teacher's unmapped classes become."""
+    target = torch.full((num_teacher,), class_map.classes)
+    target[class_map.source] = class_map.target
+    return ClassMap(torch.arange(num_teacher), target, class_map.classes + 1)
 
 
 def read_class_map(

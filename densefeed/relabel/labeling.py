@@ -86,13 +86,16 @@ def begin_pass(
 ) -> Pass:
     """Score one blank image to find the shapes, check the options, choose precision and batch.
 
-    Of a teacher with fewer classes than `top_k` all are kept. Raises UserError for options that are
+    Of a teacher with fewer classes than `top_k` all are kept. `absent` is `background` of a teacher
+    with an unmapped class, whatever is passed. Raises UserError for options that are
     impossible, such as a teacher of other classes.
     """
     Bounds(1, MOST["input_size"]).check("input_size", teacher.input_size)
     device, shape = teacher.mean.device, teacher.shape
     scorer = Scorer(teacher, device, choose_precision(precision, device), compiled)
     side, num_classes = score_blank(scorer, name, shape)
+    if teacher.unmapped:
+        num_classes, absent = num_classes - 1, "background"
     # The caller's teacher lists the pictures, and the scorer's copy of it has counted the cells.
     teacher.cells = scorer.teacher.cells
     if batch != "auto":

@@ -19,7 +19,7 @@ from torch import nn
 
 from densefeed.models import checkpoints
 from densefeed.models.model_spec import imagenet_names, is_registered
-from densefeed.relabel.class_map import ClassMap, read_class_map
+from densefeed.relabel.class_map import ClassMap, name_unmapped, read_class_map
 from densefeed.relabel.network import Network, preprocessing_config
 from densefeed.relabel.reference_match import References
 from densefeed.relabel.teacher import Teacher
@@ -52,13 +52,15 @@ def load_teacher(
     geometry: Geometry,
     tta_views: int,
     tiles: int,
+    keep_unmapped: bool = False,
 ) -> tuple[Teacher, str]:
     """Load the teacher on the CPU; return it and its name in a store.
 
     A network that states the names of the data's classes in another order is matched by name.
     `sources` name one network or the members of an ensemble. `models`, `sizes` and `class_maps` are
     one for all or one for each; the first and the last may be empty. The name includes class maps
-    and test-time views. Raises UserError with the source that cannot be used and the reason.
+    and test-time views. With `keep_unmapped` the teacher has one more class than the data, what its
+    class maps leave. Raises UserError with the source that cannot be used and the reason.
     """
     if not sources:
         raise UserError(
@@ -77,19 +79,17 @@ def load_teacher(
     members, matches = [], []
     for source, model_name, size, file in zip(sources, models, sizes, class_maps, strict=True):
         network = load_network(source, model_name, size)
-        name, class_map, first = source, None, ""
+        by, class_map, first = "", None, ""
         theirs = _find_names(network, data_names)
         if file != NO_CLASS_MAP:
             class_map = _read_class_map(Path(file), network, source, data_names)
-            # The store keeps this name. Another class map gives another name, so that no pass is
-            # resumed with it.
-            name = f"{source} by {Path(file).name} {_digest(class_map)}"
+            by = f" by {Path(file).name}"
         elif theirs != data_names and sorted(theirs) == sorted(data_names):
             class_map = _renumber(theirs, data_names)
-            name = f"{source} by name {_digest(class_map)}"
+            by = " by name"
         elif numbers := _match_numbers(network.class_names, data_names):
             class_map, first = _select(numbers), network.class_names[0]
-            name = f"{source} by number {_digest(class_map)}"
+            by = " by number"
         # Without names only the number of classes can be compared, which `begin_pass` does.
         elif network.class_names and network.class_names != data_names:
             difference = describe_difference(
@@ -100,6 +100,13 @@ def load_teacher(
                 "teacher of the same classes, or pass a --class-map"
             )
         matches.append((not theirs and class_map is None, first))
+        if keep_unmapped:
+            count = _count_classes(network, source)
+            every = torch.arange(count)
+            class_map = name_unmapped(class_map or ClassMap(every, every, count), count)
+        # The store keeps this name. Another class map gives another name, so that no pass is
+        # resumed with it.
+        name = f"{source}{by} {_digest(class_map)}" if by else source
         members.append((network.model, size, network.config, class_map, name))
     joined = " + ".join(member[-1] for member in members)
     (model, size, config, class_map, name), *others = members
@@ -113,6 +120,7 @@ def load_teacher(
         tta_views=tta_views,
         tiles=tiles,
         others=[Network(*other) for other in others],
+        unmapped=keep_unmapped,
     )
     for network, match in zip(teacher.networks, matches, strict=True):
         network.by_order, network.by_number = match
@@ -153,16 +161,25 @@ def load_network(source: str, model_name: str, size: int) -> Loaded:
 
 
 def load_references(
-    name: str, model: str, input_size: int, class_names: Sequence[str], device: str = "auto"
+    name: str,
+    model: str,
+    input_size: int,
+    class_names: Sequence[str],
+    device: str = "auto",
+    class_map: Path | None = None,
+    remedy: str = "choose another reference",
 ) -> References:
     """Load a model as two references: shown whole images, and shown their center squares.
 
-    `name` is a teacher as in densefeed label. Prints a line if it or the maps state no names of
-    classes, which are then matched by order. Raises UserError if the model cannot be loaded, was
-    trained on other classes, or does not take inputs of `input_size` pixels.
+    `name` and `class_map` are a teacher and its class map as in densefeed label. Prints a line if it
+    or the maps state no names of classes, which are then matched by order. Raises UserError if the
+    model cannot be loaded, was trained on other classes (what to do is the `remedy`), or does not
+    take inputs of `input_size` pixels.
     """
     network = load_network(name, model, input_size)
-    names = _find_names(network, list(class_names))
+    names, merged = _find_names(network, list(class_names)), None
+    if class_map:
+        merged, names = _read_class_map(class_map, network, name, list(class_names)), class_names
     if not names:
         print(
             f"note: {name} states no names of classes; they are matched by order with those of the "
@@ -173,13 +190,14 @@ def load_references(
     elif names and list(names) != list(class_names):
         difference = describe_difference(names, "of the reference", class_names, "of the maps")
         raise UserError(
-            f"{name} was trained on other classes than the maps have ({difference}); choose "
-            "another reference"
+            f"{name} was trained on other classes than the maps have ({difference}); {remedy}"
         )
     place = choose_device(device)
     # Both show their pictures to the same network.
     found = {
-        geometry: Teacher(network.model, input_size, geometry, network.config, name=name).to(place)
+        geometry: Teacher(
+            network.model, input_size, geometry, network.config, class_map=merged, name=name
+        ).to(place)
         for geometry in ("squash", "center-crop")
     }
     # A wrong size is refused before any image is read.
@@ -263,14 +281,19 @@ def _repeat(values: Sequence, count: int, flag: str) -> list:
 
 def _read_class_map(path: Path, network: Loaded, source: str, data_names: list[str]) -> ClassMap:
     """Read a class map; names of the teacher's classes may be ImageNet's."""
-    names = network.class_names
-    count = len(names) or getattr(network.model, "num_classes", 0)
+    names = network.class_names or imagenet_names(network.model)
+    return read_class_map(path, names, _count_classes(network, source), data_names)
+
+
+def _count_classes(network: Loaded, source: str) -> int:
+    """Return the number of a teacher's classes; UserError if it is not known."""
+    count = len(network.class_names) or getattr(network.model, "num_classes", 0)
     if not count:
         raise UserError(
             f"the number of classes of {source} is not known, and a --class-map needs it; set "
             "num_classes of the module"
         )
-    return read_class_map(path, names or imagenet_names(network.model), count, data_names)
+    return count
 
 
 def _find_names(network: Loaded, data_names: list[str]) -> list[str]:

@@ -79,11 +79,17 @@ class TopLogits(NamedTuple):
     finite: Tensor  # bool [N]: all logits are finite, in float16 too
 
 
-def keep(logits_NSSK: Tensor, top_k: int) -> TopLogits:
-    """Select the top-k logits, their classes, and the logsumexp over all classes; does not sync."""
-    top, lse = logits_NSSK.topk(top_k, dim=-1), logits_NSSK.logsumexp(-1)
-    # NaN compares as False, so it is not finite either.
-    finite = (logits_NSSK.abs() <= MOST_LOGIT).flatten(1).all(1)
+def keep(logits_NSSK: Tensor, top_k: int, unmapped: bool = False) -> TopLogits:
+    """Select the top-k logits, their classes, and the logsumexp over all classes; does not sync.
+
+    `unmapped`: the last class is that of `name_unmapped`, which counts in the logsumexp alone.
+    """
+    named_NSSK = logits_NSSK[..., :-1] if unmapped else logits_NSSK
+    top, lse = named_NSSK.topk(top_k, dim=-1), logits_NSSK.logsumexp(-1)
+    # NaN compares as False, so it is not finite either. Where every class is mapped, the logit of
+    # the last is minus infinity.
+    finite = (named_NSSK.abs() <= MOST_LOGIT).all(-1) & (logits_NSSK[..., -1] <= MOST_LOGIT)
+    finite = finite.flatten(1).all(1)
     # int16 with the bits of uint16, a type for which torch has few operations.
     return TopLogits(top.values.half(), top.indices.to(torch.int16), lse.half(), finite)
 
@@ -98,9 +104,9 @@ def to_maps(
     """
     logit, cls, lse = (part.numpy() for part in kept[:3])
     if bad := (~kept.finite).nonzero().flatten().tolist():
-        # NaN counts as the largest number, so it is among the top k.
+        # A logsumexp is NaN if a logit is.
         what = f"above {MOST_LOGIT:,.0f}, the largest number of float16"
-        what = "NaN" if np.isnan(logit[bad[0]]).any() else what
+        what = "NaN" if np.isnan(lse[bad[0]]).any() else what
         more = f" (and of {len(bad) - 1:,} more of its batch)" if len(bad) > 1 else ""
         raise UserError(
             f"the teacher's scores of {where(bad[0])}{more} are {what}; check its weights and "
@@ -179,7 +185,7 @@ class Scorer:
         self._keep = torch.compile(self._score, dynamic=False) if compiled else self._score
 
     def _score(self, picture_NLHWC: Tensor, top_k: int) -> TopLogits:
-        return keep(self.logits(picture_NLHWC), top_k)
+        return keep(self.logits(picture_NLHWC), top_k, self.teacher.unmapped)
 
     def logits(self, picture_NLHWC: Tensor) -> Tensor:
         """Compute logits, float32 `[N, S, S, K]`, of uint8 pictures on the device."""

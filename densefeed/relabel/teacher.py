@@ -62,6 +62,7 @@ class Teacher(nn.Module):
         tta_views: 1 to 18.
         tiles: along a side; at least 2 with geometry `tile`, else 1.
         others: the other networks, of the same classes.
+        unmapped: the last class of every network is that of `name_unmapped`.
 
     Raises UserError for impossible numbers of views or tiles.
     """
@@ -78,6 +79,7 @@ class Teacher(nn.Module):
         tta_views: int = 1,
         tiles: int = 1,
         others: Sequence[Network] = (),
+        unmapped: bool = False,
     ) -> None:
         super().__init__()
         if not 1 <= tta_views <= MAX_TTA_VIEWS:
@@ -91,7 +93,7 @@ class Teacher(nn.Module):
                 "the other geometries need 1"
             )
         first = Network(model, input_size, config, class_map, name)
-        self.networks = nn.ModuleList([first, *others])
+        self.networks, self.unmapped = nn.ModuleList([first, *others]), unmapped
         largest = max(self.networks, key=lambda network: network.input_size)
         self.input_size, self.interpolation = largest.input_size, largest.interpolation
         # Color beyond the image, 0 to 255.
@@ -205,7 +207,7 @@ class Teacher(nn.Module):
             return maps[0]
         if len({logits.shape[3] for logits in maps}) > 1:
             counts = ", ".join(
-                f"{network.name} {logits.shape[3]}"
+                f"{network.name} {logits.shape[3] - self.unmapped}"
                 for network, logits in zip(self.networks, maps, strict=True)
             )
             raise UserError(

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from densefeed.native import MAX_PIXELS
 from densefeed.storage.dataset_names import MOST_CLASSES
 from densefeed.storage.image_shards import check_complete, list_names
 from densefeed.storage.images import Images, MaxPixels, limit_pixels, verify_images
+from densefeed.storage.row_codecs import Absent
 from densefeed.storage.score_maps import ScoreMaps, find_faults
 from densefeed.system.devices import CORES
 from densefeed.system.errors import UserError
@@ -774,7 +775,7 @@ def check_notes(path: Path, notes: dict, fields: list[Field], table: int) -> Non
         and is_between(sums.get("samples_at"), 0, table, int),
         "teacher": isinstance(notes.get("teacher", ""), str),
         "division": isinstance(notes.get("division", {}), dict),
-        "absent": notes.get("absent", "tail") in ("tail", "zero-logit"),
+        "absent": notes.get("absent", "tail") in get_args(Absent),
     }
     if has_maps:
         ours = map_fields(*shape[2:]) if len(shape) == 4 else None

@@ -226,10 +226,11 @@ def summary(store: ScoreMapStore) -> str:
     """Describe a store in one line, with the error of a compact one."""
     header = store.header
     size = store.size / len(store)
+    rest = " and background" if header.absent == "background" else ""
     line = (
         f"{store.path}: {len(store):,} {header.form} maps of {header.side} x {header.side} cells, "
-        f"top {header.top_k} of {header.num_classes:,} classes, at most {store.max_palette} in a "
-        f"map, {size:,.0f} bytes per image"
+        f"top {header.top_k} of {header.num_classes:,} classes{rest}, at most {store.max_palette} "
+        f"in a map, {size:,.0f} bytes per image"
     )
     return f"{line}; {store.error}" if store.error else line
 
@@ -263,7 +264,7 @@ def disorder(store: ScoreMapStore, ids: np.ndarray, maps: ScoreMaps) -> dict[str
         logit, lse = maps.logit.astype(np.float64), maps.lse.astype(np.float64)[..., None]
         rising = (logit[..., 1:] > logit[..., :-1]).reshape(count, -1).any(1)
         over = np.zeros(count, bool)
-        if header.absent == "tail":
+        if header.absent != "zero-logit":
             # Logit and logsumexp were both rounded to float16. Compact probabilities were rounded
             # to half a step of 1/255 between their square roots.
             most = np.exp(SLACK * (abs(lse[..., 0]) + abs(logit).max(-1))) + 1e-3

@@ -11,7 +11,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-Absent = Literal["tail", "zero-logit"]
+# What the classes outside a cell's top k have: the remaining probability, spread evenly; logit 0;
+# nothing, because what remains belongs to no class of the data. See FORMAT.md.
+Absent = Literal["tail", "zero-logit", "background"]
 Form = Literal["raw", "lossless", "compact"]
 # Bytes of `low` and `step` of a compact row, float32 each.
 SCALE_BYTES = 8
@@ -69,17 +71,17 @@ def row_sizes(form: Form, side: int, top_k: int, palette: np.ndarray) -> np.ndar
 def code_levels(absent: Absent) -> np.ndarray:
     """Return the 256 levels of a compact store, float32: an entry's logit is low + step * level.
 
-    `tail`: the square roots of probabilities are spaced evenly, so log p = low + 2 ln(code / 255),
-    where low is the log of the row's largest probability. Half a step is then at most 0.4 % of the
-    largest probability, and a smaller absolute error for smaller ones; logs spaced evenly over 16
-    units would be off by 3 % of each. Code 0 stands for nearly nothing and needs a finite log: it
-    is decoded as a quarter of a step.
+    `tail`, `background`: the square roots of probabilities are spaced evenly, so log p = low +
+    2 ln(code / 255), where low is the log of the row's largest probability. Half a step is then at
+    most 0.4 % of the largest probability, and a smaller absolute error for smaller ones; logs
+    spaced evenly over 16 units would be off by 3 % of each. Code 0 stands for nearly nothing and
+    needs a finite log: it is decoded as a quarter of a step.
 
     `zero-logit`: pooling averages the logits themselves, so these are spaced evenly from the row's
     smallest to its largest.
     """
     levels = np.arange(256.0)
-    if absent == "tail":
+    if absent != "zero-logit":
         levels = 2 * np.log(np.maximum(levels, 0.25) / 255)
     return levels.astype(np.float32)
 
@@ -204,7 +206,7 @@ def cell_targets(
     """Compute the target distribution of each cell.
 
     Returns the probabilities of its named classes, float64 `[N, S, S, k]`, and of each other class,
-    `[N, S, S]`.
+    `[N, S, S]`. With `background` they sum to the share of a cell that shows classes of the data.
     """
     logit, others = maps.logit.astype(np.float64), num_classes - maps.logit.shape[3]
     if absent == "zero-logit":
@@ -218,6 +220,8 @@ def cell_targets(
     named = np.exp(np.minimum(logit - maps.lse.astype(np.float64)[..., None], 600))
     # Rounding can make this sum exceed 1.
     kept = named.sum(-1, keepdims=True)
+    if absent == "background":
+        return named / np.maximum(kept, 1), np.zeros(kept.shape[:-1])
     # If every class is named, no other class can take a remainder, so the sum becomes 1.
     named = named / (np.maximum(kept, 1) if others else kept)
     return named, np.maximum(1 - named.sum(-1), 0) / max(others, 1)
@@ -235,9 +239,12 @@ class ErrorSum:
         named, other = cell_targets(before, *self._convention)
         named_after, other_after = cell_targets(after, *self._convention)
         probability = np.abs(named - named_after)
-        others = self._convention[0] - named.shape[3]
+        rest = (self._convention[0] - named.shape[3]) * np.abs(other - other_after)
+        if self._convention[1] == "background":
+            # What belongs to no class of the data is one more class here.
+            rest = np.abs(named.sum(-1) - named_after.sum(-1))
         # Total variation is half the sum of absolute differences.
-        variation = (probability.sum(-1) + others * np.abs(other - other_after)) / 2
+        variation = (probability.sum(-1) + rest) / 2
         for at, error in enumerate((probability, variation)):
             self._max[at] = max(self._max[at], error.max(initial=0))
             self._sum[at] += error.sum()

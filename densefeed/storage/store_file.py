@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from reprlib import repr as shorten
+from typing import get_args
 
 import numpy as np
 
@@ -111,8 +112,8 @@ def find_header_fault(values: object) -> str | None:
         return f"score maps have version {shorten(version)}, this program reads versions 1 and 2"
     if not isinstance(form, str) or VERSIONS.get(form) != version:
         return f"version {version} has no form {shorten(form)}"
-    if (absent := values.get("absent")) not in ("tail", "zero-logit"):
-        return f"absent is {shorten(absent)}, but must be tail or zero-logit"
+    if (absent := values.get("absent")) not in get_args(Absent):
+        return f"absent is {shorten(absent)}, but must be one of {', '.join(get_args(Absent))}"
     names = {field.name for field in fields(StoreHeader)}
     if missing := sorted(names - {"form"} - values.keys()):
         return f"its header lacks {missing[0]}"

@@ -74,6 +74,8 @@ class AuditOptions(SplitOptions, DecodeOptions, ThreadOptions, DeviceOptions):
     # reference to compare the maps with: a timm model, a checkpoint, or a run folder of densefeed
     # train
     teacher: str = ""
+    # CSV or JSON from the reference's classes to those of the maps, as in labeling
+    class_map: Path | None = None
     model: str = ""  # timm's name of the reference, for a checkpoint that does not contain it
     input_size: int = 0  # side of the reference's input, pixels; 0: that of the maps' teacher
     images: Annotated[int, Bounds(2)] = 300  # images shown to the reference
@@ -86,7 +88,7 @@ class AuditOptions(SplitOptions, DecodeOptions, ThreadOptions, DeviceOptions):
     def unused(self) -> dict[str, str]:
         found = {}
         if not self.teacher:
-            names = "model", "input_size", "images", "crops", "threads", "device"
+            names = "model", "class_map", "input_size", "images", "crops", "threads", "device"
             found |= dict.fromkeys(names, "--teacher")
         if self.data is None:
             found |= dict.fromkeys(("dataset", "split", "max_pixels"), "--data")
@@ -136,7 +138,10 @@ def open_references(options: AuditOptions) -> References:
     # Not by ScoreMapStore, which refuses unfinished files. The audit reports these.
     header = open_rows(options.maps).header
     size, names = options.input_size or header.input_size, header.class_names
-    return load_references(options.teacher, options.model, size, names, options.device)
+    remedy = "choose another reference, or give the --class-map that the images were labeled with"
+    return load_references(
+        options.teacher, options.model, size, names, options.device, options.class_map, remedy
+    )
 
 
 def compare_crops(result: AuditResult, references: References, options: AuditOptions) -> dict:

@@ -68,6 +68,8 @@ def print_summary(store: ScoreMapStore, partial: int, out: Path) -> None:
     remainder = "as does this store"
     if header.absent == "tail":
         remainder = "where this store has their true remainder of the probability"
+    elif header.absent == "background":
+        remainder = "where this store gives what the others leave to no class of the data"
     print(
         "not in these files: the logsumexp of each cell; the published code gives classes outside "
         f"the top {header.top_k} logit 0, {remainder}"

@@ -57,7 +57,12 @@ from densefeed.models import checkpoints
 from densefeed.relabel.audit import print_accuracy
 from densefeed.relabel.estimates import estimate_pass
 from densefeed.relabel.labeling import Pass, begin_pass
-from densefeed.relabel.load_teacher import describe_numbers, is_checkpoint, load_teacher
+from densefeed.relabel.load_teacher import (
+    NO_CLASS_MAP,
+    describe_numbers,
+    is_checkpoint,
+    load_teacher,
+)
 from densefeed.relabel.ray_workers import Engine, run_on_ray
 from densefeed.relabel.rendering import NativeRender
 from densefeed.relabel.scoring import Compile, Precision, choose_compile
@@ -67,7 +72,7 @@ from densefeed.storage.dataset_names import check_two_classes
 from densefeed.storage.geometry import Geometry
 from densefeed.storage.images import DecodeOptions, SplitOptions, limit_pixels
 from densefeed.storage.maintenance import summary
-from densefeed.storage.row_codecs import Absent, Form
+from densefeed.storage.row_codecs import Form
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.storage.shard_plan import SHARD_IMAGES
 from densefeed.system.devices import DeviceOptions, ThreadOptions, choose_rank_device, warn_busy
@@ -105,6 +110,9 @@ class Labeling(SplitOptions, DecodeOptions, ThreadOptions, DeviceOptions):
     input_size: Integers = (576,)
     # JSON or CSV file from the teacher's classes to those of the data; - for none
     class_map: Texts = ()
+    # probability of the teacher's classes that --class-map leaves out. drop: rescale that of the
+    # classes of the data to 1; keep: store it as it is, and --outside of train decides on the rest
+    unmapped: Literal["drop", "keep"] = "drop"
     top_k: Count = 5  # classes kept per cell; all of them if the teacher has fewer
     # part of an image that is shown: squashed, its center square (as published), padded, or tiles
     geometry: Geometry = "squash"
@@ -112,7 +120,7 @@ class Labeling(SplitOptions, DecodeOptions, ThreadOptions, DeviceOptions):
     # test-time views to average: 2 are the image and its mirror, more are shifted by a cell
     tta_views: int = 1
     # classes that are not kept: the remaining probability spread evenly, or logit 0 (as published)
-    absent: Absent = "tail"
+    absent: Literal["tail", "zero-logit"] = "tail"
     # rows on disk: raw, packed losslessly, or compact, whose error is printed
     form: Form = "raw"
     # name of the dataset, from the list in the --help of packing, if the data is not a folder of
@@ -154,9 +162,23 @@ def check_engine(labeling: Labeling) -> None:
         )
 
 
+def check_unmapped(labeling: Labeling) -> None:
+    """Raise UserError for options that do not go with --unmapped keep."""
+    if labeling.unmapped == "drop":
+        return
+    if all(file == NO_CLASS_MAP for file in labeling.class_map):
+        raise UserError("--unmapped keep needs a --class-map; add it or remove --unmapped")
+    if labeling.absent != "tail":
+        raise UserError(
+            f"--unmapped keep stores probabilities, and --absent {labeling.absent} does not; "
+            "remove one of them"
+        )
+
+
 def main(labeling: Labeling) -> None:
     """Label the images, then print the accuracy of the stored maps."""
     check_engine(labeling)
+    check_unmapped(labeling)
     out, is_first = labeling.out, os.environ.get("RANK", "0") == "0"
     if is_first:
         warn_busy()
@@ -237,6 +259,7 @@ def begin(labeling: Labeling, shows: bool) -> Pass:
         labeling.geometry,
         labeling.tta_views,
         labeling.tiles,
+        labeling.unmapped == "keep",
     )
     teacher = teacher.to(device)
     caveats = [network.caveat for network in teacher.networks if network.caveat]

@@ -410,7 +410,7 @@ def check_published(
         )
     faults = []
     if loader.score_maps.absent != "zero-logit":
-        faults.append("give the classes that they do not keep what probability remains")
+        faults.append("do not give the classes that they do not keep logit 0")
     if not cover_center_squares(loader.source):
         faults.append("do not cover the center square of every image")
     if not faults:

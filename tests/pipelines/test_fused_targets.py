@@ -110,7 +110,7 @@ def on_cpu(monkeypatch):
 
 @interpreted
 @pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("absent", ["tail", "zero-logit"])
+@pytest.mark.parametrize("absent", ["tail", "zero-logit", "background"])
 @pytest.mark.parametrize(("maps", "rules"), CASES)
 def test_interpreted_kernels_make_the_targets(on_cpu, random_maps, maps, rules, absent, aligned):
     batch, spec = make_batch(random_maps, maps, aligned)
@@ -141,12 +141,12 @@ def test_in_the_interpreter_with_whole_maps():
     """And a batch of augmentation, in the same process, whose start takes longest."""
     augmentation = Path(__file__).parent / "augment" / "test_fused.py"
     chosen = "interpreted and (whole or memory or lvvit)"
-    assert run_interpreted(__file__, augmentation, chosen=chosen) == 6
+    assert run_interpreted(__file__, augmentation, chosen=chosen) == 8
 
 
 @pytest.mark.slow
 def test_in_the_interpreter():
-    assert run_interpreted(__file__) == 4 * len(CASES) + 1
+    assert run_interpreted(__file__) == 6 * len(CASES) + 1
 
 
 def test_targets_are_made_without_triton_or_by_few_kernels(monkeypatch, random_maps):
@@ -170,7 +170,7 @@ TYPES = {
     **dict.fromkeys(("temperature", "margin", "edge", "on", "off", "sums_to"), "fp32"),
 }
 CONSTANTS = {
-    "palette_kernel": {"TAIL": True, "SOFTENED": True},
+    "palette_kernel": {"TAIL": True, "BACKGROUND": True, "SOFTENED": True},
     "pool_kernel": {"TAIL": True, "UNIFORM": False, "WHOLE": False, "ROWS": 8, "SLOTS": 64},
     "pool_kernel of one token": {
         "TAIL": False,
@@ -201,7 +201,7 @@ def test_compiles_without_a_gpu(name, capability):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("absent", ["tail", "zero-logit"])
+@pytest.mark.parametrize("absent", ["tail", "zero-logit", "background"])
 @pytest.mark.parametrize(("maps", "rules"), CASES)
 def test_gpu_kernels_make_the_targets(random_maps, maps, rules, absent, aligned):
     batch, spec = make_batch(random_maps, maps, aligned)

@@ -48,14 +48,14 @@ def make_run(folder, random_maps, micro, tmp_path):
         ("center-crop", "zero-logit", []),
         ("squash", "zero-logit", ["do not cover the center square"]),
         ("letterbox", "zero-logit", ["do not cover the center square"]),
-        ("center-crop", "tail", ["what probability remains"]),
-        ("squash", "tail", ["what probability remains", "do not cover the center square"]),
+        ("center-crop", "tail", ["do not keep logit 0"]),
+        ("squash", "tail", ["do not keep logit 0", "do not cover the center square"]),
     ],
 )
 def test_maps_unlike_the_published_ones_are_warned_of(make_run, capsys, geometry, absent, faults):
     make_run(geometry, absent, geometry="published", outside="uniform")
     told = capsys.readouterr().err
-    every = ["what probability remains", "do not cover the center square"]
+    every = ["do not keep logit 0", "do not cover the center square"]
     assert [fault for fault in every if fault in told] == faults
     assert ("--geometry center-crop --absent zero-logit" in told) == bool(faults)
 
@@ -72,7 +72,7 @@ PUBLISHED = dict(
     ("kind", "absent", "fields", "message"),
     [
         ("squash", "zero-logit", {}, "do not cover the center square .*--absent zero-logit"),
-        ("center-crop", "tail", {}, "what probability remains.*--geometry center-crop"),
+        ("center-crop", "tail", {}, "do not keep logit 0.*--geometry center-crop"),
         ("center-crop", "zero-logit", dict(loader="dali"), "does not augment whole images"),
         ("center-crop", "zero-logit", dict(maps_on_device=True), "remove --maps-on-device"),
     ],

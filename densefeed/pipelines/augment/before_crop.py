@@ -32,13 +32,15 @@ from densefeed.pipelines.augment.settings import (
     make_matrix,
     make_tables,
 )
-from densefeed.pipelines.batch import Batch
+from densefeed.pipelines.batch import Batch, ScoreMapSpec
 from densefeed.pipelines.loader import Encoded, Source
 from densefeed.pipelines.plan import RankRows
 from densefeed.storage.geometry import WHOLE
 
 # N samples   H, W pixels   S side of a map in cells   k classes of a cell
 
+# The largest number of float16, a logsumexp beside which a logit of 0 has no probability.
+MOST_LOGIT = torch.finfo(torch.float16).max
 # Operations without an argument.
 PLAIN = ("AutoContrast", "Equalize")
 
@@ -86,7 +88,7 @@ class WholeImages:
                 return move_views(batch, matrix_N33)._replace(axis_aligned=aligned)
             if batch.map_logit is None:
                 return batch
-            return warp_maps(batch, flips, steps, source.score_maps.num_classes)
+            return warp_maps(batch, flips, steps, source.score_maps)
 
         encoded = Encoded.in_memory(N)
         encoded.tasks = [
@@ -140,11 +142,13 @@ def move_views(batch: Batch, matrix_N33: np.ndarray) -> Batch:
     return batch._replace(view=moved.float(), shown=shown)
 
 
-def warp_maps(batch: Batch, flips: np.ndarray, steps: list[list[Step]], num_classes: int) -> Batch:
+def warp_maps(
+    batch: Batch, flips: np.ndarray, steps: list[list[Step]], spec: ScoreMapSpec
+) -> Batch:
     """Flip and warp the score maps of a batch as the published code does.
 
     A cell takes the logits and classes of the nearest cell of the map; one from beyond the centers
-    of the outermost cells gives all `num_classes` the same probability.
+    of the outermost cells gives all classes the same probability, or none with `background`.
     """
     N, S = batch.map_logit.shape[:2]
     pairs = [warp_cells(S, flip, some) for flip, some in zip(flips, steps, strict=True)]
@@ -158,10 +162,13 @@ def warp_maps(batch: Batch, flips: np.ndarray, steps: list[list[Step]], num_clas
         return torch.from_numpy(moved).view(field.shape)
 
     # Classes that are not kept have logit 0 or, if they share the remainder, the same logsumexp.
+    # With `background` the classes kept would have more than the others, so none has anything, and
+    # `--outside` decides.
+    lse = MOST_LOGIT if spec.absent == "background" else math.log(spec.num_classes)
     return batch._replace(
         map_logit=take(batch.map_logit, 0.0),
         map_class=take(batch.map_class),
-        map_lse=take(batch.map_lse, math.log(num_classes)),
+        map_lse=take(batch.map_lse, lse),
     )
 
 

@@ -248,7 +248,7 @@ def test_200_samples_equal_the_published_pipeline(photos, store):
     assert off.max() <= 16
 
 
-@pytest.mark.parametrize("absent", ["zero-logit", "tail"])
+@pytest.mark.parametrize("absent", ["zero-logit", "tail", "background"])
 def test_cells_from_beyond_a_warped_map_have_no_class(random_maps, absent):
     """They are uniform, whatever the maps say of absent classes; the others are moved."""
     maps, steps = random_maps(2, 6, 2, 50), [[Step("TranslateXRel", 1 / 3, False)], []]
@@ -257,8 +257,8 @@ def test_cells_from_beyond_a_warped_map_have_no_class(random_maps, absent):
     view = torch.tensor([[[1.0, 0, 0], [0, 1, 0]]]).repeat(2, 1, 1)
     shown = torch.tensor([[0.0, 0, 1, 1]]).repeat(2, 1)
     plain = Batch(image, label, view, shown, zeros, zeros, zeros + 1.0, *tensors, axis_aligned=True)
-    moved = warp_maps(plain, np.array([False, True]), steps, 50)
     spec = ScoreMapSpec(6, 2, 50, absent, 50, 1.0)
+    moved = warp_maps(plain, np.array([False, True]), steps, spec)
     rules = TargetRules(outside="uniform")
     before, after = (
         densify(sparse_targets(batch, spec, 6, rules), 50).unflatten(1, (6, 6))

@@ -7,6 +7,10 @@ RUN := .venv/bin/python
 quickstart: $(READY)
 	$(RUN) tools/quickstart.py --out quickstart
 
+# The same on photographs, with a teacher that ImageNet trained.
+photos: $(READY)
+	$(RUN) tools/photos.py --out photos
+
 PYTEST := $(RUN) -m pytest -n auto --dist worksteal --durations 15
 # The test suite without its slow tests.
 test: $(READY)
@@ -108,4 +112,4 @@ soak: $(READY)
 	SOAK_ORIENTATIONS=$(ORIENTATIONS) $(RUN) -m pytest -s tests/relabel/test_audit.py -k planted_orientations
 	SOAK_FILES=$(FILES) $(RUN) -m pytest -s tests/test_hostile.py tests/tools/test_hostile_checkpoints.py
 
-.PHONY: quickstart test test-slow test-oldest test-processors test-ports check fix docs gpu-check bench record soak
+.PHONY: quickstart photos test test-slow test-oldest test-processors test-ports check fix docs gpu-check bench record soak

@@ -172,9 +172,9 @@ def load_references(
     """Load a model as two references: shown whole images, and shown their center squares.
 
     `name` and `class_map` are a teacher and its class map as in densefeed label. Prints a line if
-    it or the maps state no names of classes, which are then matched by order. Raises UserError if the
-    model cannot be loaded, was trained on other classes (what to do is the `remedy`), or does not
-    take inputs of `input_size` pixels.
+    it or the maps state no names of classes, which are then matched by order. Raises UserError if
+    the model cannot be loaded, was trained on other classes (what to do is the `remedy`), or does
+    not take inputs of `input_size` pixels.
     """
     network = load_network(name, model, input_size)
     names, merged = _find_names(network, list(class_names)), None

@@ -227,7 +227,7 @@ def make_class_list(folder: Path, rng: random.Random) -> Path:
         home = Path(data, os.fsdecode(name))
         home.mkdir(parents=True, exist_ok=True)
         (home / "0.jpg").write_bytes(IMAGES[0])
-    lines = ["a", *rng.sample(["b", *map(os.fsdecode, names)], rng.randrange(1 + len(names)))]
+    lines = ["a", "b", *rng.sample([*map(os.fsdecode, names)], rng.randrange(1 + len(names)))]
     lines += rng.sample(["..", "/", "a", "a/../b", "\x1b[2J", "é"], rng.choice([0, 0, 1]))
     plant(rng, os.fsencode(file), make_text(rng, lines))
     return file

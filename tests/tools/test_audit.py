@@ -320,9 +320,8 @@ def test_an_import_finds_the_layout_of_its_pack(scenes, located, student, tmp_pa
             getattr(found.rows(ids), name), getattr(before.rows(ids), name)
         )
     assert "sound  orientation" in capsys.readouterr().out
-    with pytest.raises(
-        UserError, match="--axes find needs a model to hold the maps against; give --reference"
-    ):
+    needs = "--axes find needs a model to hold the maps against; give --footprint and --reference"
+    with pytest.raises(UserError, match=needs):
         import_labels.main(replace(wanted, out=tmp_path / "b.h5", footprint=None, reference=""))
     # With a wrong declaration the store is written, and the audit reports the fault.
     if axes == "column-row":

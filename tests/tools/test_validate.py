@@ -145,6 +145,27 @@ def test_a_subset_of_classes_equals_a_plain_loop(images, resnet, tmp_path, crop_
     assert json.loads((tmp_path / "row.json").read_text()) == row
 
 
+def test_a_class_map_adds_probabilities_of_the_models_classes(images, resnet, tmp_path):
+    """Every class of the data but one has two of the model, and most of the model's become none."""
+    extra = sorted(set(range(1000)) - set(COLUMNS))[:11]
+    lines = [f"{column},{WNIDS[column]}" for column in COLUMNS]
+    lines += [f"{other},{WNIDS[column]}" for other, column in zip(extra, COLUMNS, strict=False)]
+    (tmp_path / "map.csv").write_text("\n".join(["teacher,data", *lines, "999,"]))
+    _, label_N, logits_NC = plain_loop(resnet[0], images, [*COLUMNS, *extra])
+    logits_NC = logits_NC.double()
+    pairs = [logits_NC[:, :11].exp() + logits_NC[:, 12:].exp(), logits_NC[:, 11:12].exp()]
+    shares_NC = torch.cat(pairs, 1)
+    shares_NC /= shares_NC.sum(1, keepdim=True)
+    fields = dict(class_map=tmp_path / "map.csv", batch=7)
+    row = validate.main(options(resnet, images, **fields))
+    right = (shares_NC.argmax(1) == label_N).double().mean().item()
+    # One borderline image of 30, see above.
+    assert row["top1"] == pytest.approx(right, abs=1 / 30 + 1e-9)
+    loss = -shares_NC.gather(1, label_N[:, None]).log().mean().item()
+    assert row["loss"] == pytest.approx(loss, rel=0.02)
+    assert (row["classes"], row["model_classes"], row["classes_by"]) == (12, 1000, "class map")
+
+
 def test_padding_does_not_count_and_the_loaders_agree(images, beton, resnet):
     rows = [validate.main(options(resnet, images, batch=batch)) for batch in (30, 30 - 1, 128)]
     rows += [validate.main(options(resnet, beton, loader="ffcv", batch=7))]

@@ -1,0 +1,106 @@
+"""The flow on photo scenes: its commands, the results of finished steps, and a small run."""
+
+import json
+import re
+import shlex
+
+import pytest
+
+from densefeed.recipes import flow
+from densefeed.system.commands import call
+from densefeed.system.errors import UserError
+from densefeed.tools import photos
+from densefeed.tools.photos import STUDENTS, USUAL, Photos, main, recipe_name
+
+
+def finish(out, students, seeds=(0,)):
+    """Make the files of a finished flow."""
+    (out / "scenes").mkdir(parents=True)
+    for name in ("maps.h5", "train.beton", "val.beton", "report.html"):
+        (out / name).touch()
+    for seed in seeds:
+        runs = out / "runs" / (f"seed-{seed}" if len(seeds) > 1 else "")
+        for place, name in enumerate(students):
+            (runs / name).mkdir(parents=True)
+            top1 = (1 + place + seed) / 10
+            (runs / name / "result.json").write_text(json.dumps({"top1": top1, "seconds": 7.0}))
+            (runs / name / "held-out.json").write_text(json.dumps({"top1": top1 / 2}))
+
+
+def test_a_finished_flow_prints_means_over_seeds(tmp_path, capsys):
+    finish(tmp_path, ("ce", "token-label"), seeds=(0, 1))
+    main(Photos(out=tmp_path, students=("ce", "token-label"), seeds=(0, 1)))
+    text = capsys.readouterr().out
+    assert re.search(r"ce +│ +15.0 ± 7.1 % │ +7.5 ± 3.5 % │ +7 s", text)
+    assert re.search(r"token-label +│ +25.0 ± 7.1 % │ +12.5 ± 3.5 % │ +7 s", text)
+
+
+@pytest.mark.parametrize("name", ["result", "held-out"])
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"top1": 2}', b'{"top1": null}'])
+def test_outside_damaged_results_are_named(tmp_path, name, content):
+    finish(tmp_path, ("ce",))
+    path = tmp_path / f"runs/ce/{name}.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=rf"^{path} .*; remove it, and run the same command again"):
+        main(Photos(out=tmp_path, students=("ce",)))
+
+
+def test_an_unknown_student_is_refused_with_those_that_exist(tmp_path):
+    with pytest.raises(UserError, match="--students teacher: unknown student; choose from ce, rel"):
+        main(Photos(out=tmp_path / "p", students=("teacher",)))
+    assert not (tmp_path / "p").exists()
+
+
+def test_each_step_is_a_command_that_parses(tmp_path, monkeypatch, capsys):
+    """The words that are printed, with --help added, are those of an existing command."""
+    monkeypatch.setattr(flow, "run_command", lambda words, threads=None: 0)
+    steps = []
+
+    def record(words, threads=None):
+        steps.append(words)
+        return 3
+
+    monkeypatch.setattr(flow, "run_command", record)
+    finish(tmp_path, USUAL)
+    for step in ("scenes", "maps.h5", "train.beton", "val.beton", "runs/ce/result.json"):
+        (tmp_path / step).rename(tmp_path / "away")
+        with pytest.raises(SystemExit, match="3"):
+            main(Photos(out=tmp_path))
+        (tmp_path / "away").rename(tmp_path / step)
+    for name in ("runs/relabel/held-out.json", "report.html"):
+        (tmp_path / name).unlink()
+        with pytest.raises(SystemExit, match="3"):
+            main(Photos(out=tmp_path))
+        (tmp_path / name).write_text('{"top1": 0}')
+    names = ["photo-scenes", "label", "pack", "pack", "train", "validate", "report"]
+    assert [words[0] for words in steps] == names
+    printed = capsys.readouterr().out
+    for words in steps:
+        assert f"densefeed {shlex.join(words)}\n" in printed
+        with pytest.raises(SystemExit, match="0"):
+            call(*words, "--help")
+
+
+def test_every_student_has_a_recipe():
+    assert {recipe_name(name) for name in STUDENTS} == set(photos.RECIPES) & {
+        name for name in photos.RECIPES if name.startswith("photos_")
+    }
+
+
+@pytest.mark.slow
+def test_a_small_flow_on_the_packages(tmp_path, command, capsys):
+    """Skipped where Debian's packages cannot be fetched."""
+    scenes = ("--train", 60, "--val", 60, "--held-out", 9, "--epochs", 1)
+    done = command(
+        "tools/photos.py", "--out", tmp_path / "p", *scenes, "--students", "ce", "token-label"
+    )
+    if "cannot be fetched" in done.stderr:
+        pytest.skip(done.stderr.splitlines()[-1])
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"token-label +│ +\d+.\d % │ +\d+.\d % │", done.stdout)
+    shares = json.loads((tmp_path / "p/report.json").read_text())
+    # By ten points and more in the full run.
+    assert shares["token"]["all"] > shares["published"]["all"] + 0.05
+    assert shares["token"]["others"] > shares["crop"]["others"]
+    page = (tmp_path / "p/report.html").read_text()
+    assert "Third: the crop with its true objects" in page

@@ -47,6 +47,29 @@ class OnlineOptions(Options):
     online_class_map: Path | None = None  # as densefeed label --class-map
 
 
+def label_crops(teacher: Network, pixels_NCHW: Tensor, batch: Batch) -> tuple[Batch, ScoreMapSpec]:
+    """Return a batch whose maps are the teacher's of its crops, and how to read them.
+
+    `pixels_NCHW` are the crops, 0 to 255. A crop is the image of its map.
+    """
+    size = teacher.input_size
+    pixels = F.interpolate(pixels_NCHW, size, mode="bicubic", antialias=True).clamp(0, 255)
+    logits_NSSK = teacher(pixels.permute(0, 2, 3, 1))
+    kept, (count, side, _, num_classes) = keep(logits_NSSK, TOP_K), logits_NSSK.shape
+    whole = torch.tensor([0.0, 0, 1, 1], device=pixels.device).expand(count, 4)
+    batch = batch._replace(
+        view=torch.eye(2, 3, device=pixels.device).expand(count, 2, 3),
+        shown=whole,
+        window=whole,
+        map_logit=kept.logit,
+        map_class=kept.cls.view(torch.uint16),
+        map_lse=kept.lse,
+        axis_aligned=True,
+    )
+    palette = min(num_classes, side * side * TOP_K)
+    return batch, ScoreMapSpec(side, TOP_K, num_classes, "tail", palette, 1.0)
+
+
 @register_objective
 class OnlineTokenLabeling(TokenLabeling):
     """Token labeling whose dense labels a teacher computes in every step."""
@@ -72,29 +95,8 @@ class OnlineTokenLabeling(TokenLabeling):
         if self.teacher is None:
             self.teacher = self.load_teacher(output[0].shape[-1]).to(batch.image.device)
         pixels = batch.image.float() * STD.to(batch.image) + MEAN.to(batch.image)
-        pixels = F.interpolate(
-            pixels, self.online.online_size, mode="bicubic", antialias=True
-        ).clamp(0, 1)
-        logits_NSSK = self.teacher((255 * pixels).permute(0, 2, 3, 1))
-        kept = keep(logits_NSSK, TOP_K)
-        count, side = logits_NSSK.shape[:2]
-        # The crop is the image.
-        view = torch.eye(2, 3, device=pixels.device).expand(count, 2, 3)
-        whole = torch.tensor([0.0, 0, 1, 1], device=pixels.device).expand(count, 4)
-        batch = batch._replace(
-            view=view,
-            shown=whole,
-            window=whole,
-            map_logit=kept.logit,
-            map_class=kept.cls.view(torch.uint16),
-            map_lse=kept.lse,
-            axis_aligned=True,
-        )
-        num_classes = logits_NSSK.shape[-1]
-        spec = ScoreMapSpec(
-            side, TOP_K, num_classes, "tail", min(num_classes, side * side * TOP_K), 1.0
-        )
-        return batch, step._replace(score_maps=spec)
+        labeled, spec = label_crops(self.teacher, 255 * pixels, batch)
+        return labeled, step._replace(score_maps=spec)
 
     def load_teacher(self, num_classes: int) -> Network:
         """Load the teacher for the data's `num_classes`."""

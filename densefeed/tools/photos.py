@@ -35,6 +35,8 @@ from densefeed.system.terminal import print, print_table
 TEACHER = "densefeed.models.efficientnet_lite:lite2"
 # With 10 x 10 cells for scenes of 320 x 240 pixels.
 TEACHER_SIZE = 320
+# Scenes whose stored labels are compared with the teacher's of four crops each.
+AUDITED = 100
 STUDENTS = {
     "ce": "the image labels",
     "relabel": "the dense label of each crop",
@@ -89,11 +91,31 @@ def main(options: Photos) -> None:
             scores[name].append(
                 train_student(runs / name, name, scenes, packed, val, seed, options)
             )
-    report = options.out / "report.html"
+    audit, report = options.out / "audit.html", options.out / "report.html"
+    run_step(
+        audit,
+        "Compare the stored labels of crops with those of the teacher on the crops",
+        "audit",
+        options.out / "maps.h5",
+        data=scenes,
+        teacher=TEACHER,
+        class_map=scenes / "class_map.csv",
+        images=AUDITED,
+        crops=4,
+        out=audit,
+    )
     # Those of the last seed.
     folders = [runs / name for name in options.students]
     purpose = "Write the report: results, correct labels, and what the students saw"
-    run_step(report, purpose, "report", *folders, boxes=scenes / BOXES, out=report)
+    run_step(
+        report,
+        purpose,
+        "report",
+        *folders,
+        boxes=scenes / BOXES,
+        audit=audit.with_suffix(".json"),
+        out=report,
+    )
     print()
     print_table(show_scores(scores, len(options.seeds)))
     # Not by rich, which reads markup and names of emoji in a path.

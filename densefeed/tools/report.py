@@ -11,6 +11,7 @@ writes, adds the true objects and measures how many labels are correct.
 if not __package__:
     import script_start  # noqa: F401
 
+import json
 import math
 import os
 import statistics
@@ -90,6 +91,8 @@ class Report(Options):
         ]
     ]
     boxes: Path | None = None  # true boxes of the training images, to count correct labels
+    # JSON of densefeed audit --crops, to show what the cached labels cost
+    audit: Path | None = None
     out: Path | None = None  # the HTML to write; default: report.html in the last run's folder
 
 
@@ -495,6 +498,15 @@ def curve(runs: list[RunRecord], kind: str, value: str, percent: bool) -> dict:
     }
 
 
+def read_costs(path: Path) -> dict:
+    """Read what cached labels cost from the JSON of an audit. UserError if it has none."""
+    crops = read_json(path, "audit the maps again").get("crops")
+    if not isinstance(crops, dict) or "groups" not in crops:
+        raise UserError(f"{path} compares no crops; audit the maps with --teacher and --crops 8")
+    # JSON holds no NaN.
+    return json.loads(json.dumps(crops).replace("null", "NaN"))
+
+
 @torch.no_grad()
 def main(report: Report) -> None:
     """Read the runs, replay the first epoch of one of them, and write the page."""
@@ -515,6 +527,7 @@ def main(report: Report) -> None:
                 "photo-scenes write it with their scenes"
             )
         check_replaceable(out.with_suffix(".json"), "published", "--out")
+    cached_labels = read_costs(report.audit) if report.audit else None
     runs, environment = [read_run(folder) for folder in report.runs], read_environment(folder)
     crops, predictions = replay(runs, report.boxes), show_predictions(runs[-1], folder)
     text = TEMPLATES.get_template("report.html").render(
@@ -524,6 +537,7 @@ def main(report: Report) -> None:
         curves=draw_curves(runs),
         predictions=predictions,
         heat=HEAT,
+        cached_labels=cached_labels,
         **crops,
     )
     with replace_file(out) as part:

@@ -14,6 +14,7 @@ import torch
 
 from densefeed.models import nfnet  # noqa: F401  (registers)
 from densefeed.models.model_spec import imagenet_names
+from densefeed.pages.templates import TEMPLATES
 from densefeed.relabel import load_teacher
 from densefeed.relabel.audit import audit
 from densefeed.relabel.load_teacher import Loaded, load_references
@@ -26,6 +27,7 @@ from densefeed.tools import export_labels, import_labels
 from densefeed.tools.audit import AuditOptions, render_page
 from densefeed.tools.export_labels import ExportLabels
 from densefeed.tools.import_labels import Import
+from densefeed.tools.report import read_costs
 
 from ..runs import label_images
 from ..stores import write_store
@@ -139,6 +141,40 @@ def test_crops_are_compared_with_the_reference(scenes, located, student, tmp_pat
     before = (tmp_path / "a.json").read_bytes()
     audit_tool.main(replace(plain, crops=3))
     assert (tmp_path / "a.json").read_bytes() == before
+
+
+def test_a_class_map_makes_a_reference_of_other_classes(scenes, located, student, tmp_path):
+    """One that gives each class its own number changes nothing; one that rotates them does."""
+    fields = {"teacher": "student", "input_size": 48, "images": 40, "crops": 2}
+    plain = make_options(scenes / "maps.h5", located, **fields, out=tmp_path / "a.html")
+    names = ScoreMapStore(scenes / "maps.h5").header.class_names
+    found = []
+    for order in (None, names, [*names[1:], names[0]]):
+        file = None
+        if order:
+            file = tmp_path / "map.csv"
+            file.write_text("".join(f"{number},{name}\n" for number, name in enumerate(order)))
+        audit_tool.main(replace(plain, class_map=file))
+        found.append(read_costs(tmp_path / "a.json")["groups"][0]["agreement"]["mean"])
+    assert found[1] == pytest.approx(found[0], abs=1e-6)
+    assert found[2] < found[0] - 0.02
+
+
+def test_the_report_shows_what_cached_labels_cost(scenes, located, student, tmp_path):
+    fields = {"teacher": "student", "input_size": 48, "images": 40, "out": tmp_path / "a.html"}
+    plain = make_options(scenes / "maps.h5", located, **fields)
+    audit_tool.main(replace(plain, crops=1))
+    # Of one image a mean has no interval.
+    path = tmp_path / "a.json"
+    document = json.loads(path.read_text())
+    document["crops"]["groups"][0]["agreement"] |= {"low": None, "high": None}
+    path.write_text(json.dumps(document))
+    cached = TEMPLATES.get_template("cached.html").module.costs(read_costs(path))
+    share = 100 * document["crops"]["groups"][0]["agreement"]["mean"]
+    assert f"<td><b>{share:.1f} %</b></td>" in cached
+    audit_tool.main(plain)
+    with pytest.raises(UserError, match=r"a.json compares no crops; audit .* --crops 8"):
+        read_costs(path)
 
 
 def test_crops_without_a_reference_are_refused():

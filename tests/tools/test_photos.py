@@ -16,7 +16,7 @@ from densefeed.tools.photos import STUDENTS, USUAL, Photos, main, recipe_name
 def finish(out, students, seeds=(0,)):
     """Make the files of a finished flow."""
     (out / "scenes").mkdir(parents=True)
-    for name in ("maps.h5", "train.beton", "val.beton", "report.html"):
+    for name in ("maps.h5", "train.beton", "val.beton", "audit.html", "report.html"):
         (out / name).touch()
     for seed in seeds:
         runs = out / "runs" / (f"seed-{seed}" if len(seeds) > 1 else "")
@@ -53,7 +53,6 @@ def test_an_unknown_student_is_refused_with_those_that_exist(tmp_path):
 
 def test_each_step_is_a_command_that_parses(tmp_path, monkeypatch, capsys):
     """The words that are printed, with --help added, are those of an existing command."""
-    monkeypatch.setattr(flow, "run_command", lambda words, threads=None: 0)
     steps = []
 
     def record(words, threads=None):
@@ -67,12 +66,12 @@ def test_each_step_is_a_command_that_parses(tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit, match="3"):
             main(Photos(out=tmp_path))
         (tmp_path / "away").rename(tmp_path / step)
-    for name in ("runs/relabel/held-out.json", "report.html"):
+    for name in ("runs/relabel/held-out.json", "audit.html", "report.html"):
         (tmp_path / name).unlink()
         with pytest.raises(SystemExit, match="3"):
             main(Photos(out=tmp_path))
         (tmp_path / name).write_text('{"top1": 0}')
-    names = ["photo-scenes", "label", "pack", "pack", "train", "validate", "report"]
+    names = ["photo-scenes", "label", "pack", "pack", "train", "validate", "audit", "report"]
     assert [words[0] for words in steps] == names
     printed = capsys.readouterr().out
     for words in steps:

@@ -201,6 +201,17 @@ def test_outside_models_without_what_tokens_need_are_refused(packed, tmp_path, m
             UserError, match=r"token_vit returns a tuple in training, .*TokenLogits"
         ):
             training.train(with_options(ours, mixtoken=False))
+    for wrong, what in (
+        (lambda x: (x,), "a tuple in"),
+        (lambda x: x[:, None], r"a Tensor of shape \(\d+, 1, \d+\) in"),
+    ):
+        with monkeypatch.context() as patch:
+            plain = module.TokenViT.forward
+            patch.setattr(module.TokenViT, "forward", lambda *args, w=wrong, f=plain: w(f(*args)))
+            for objective in ("ce", "relabel"):
+                match = rf"token_vit returns {what} .*--objective {objective} needs logits"
+                with pytest.raises(UserError, match=match):
+                    training.train(with_options(ours, mixtoken=False, objective=objective))
     built = module.TokenViT.__init__
 
     def forget_patch(self, **kwargs):

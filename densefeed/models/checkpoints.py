@@ -400,6 +400,12 @@ def build(path: Path, model_name: str = "") -> tuple[nn.Module, dict]:
             weights = match_names(stated, twin)
             if note := describe_left_out(stated, weights, twin):
                 print(f"note: {path}: {note}")
+                heads = {f"{head}.weight" for head in find_heads(twin)} & twin.state_dict().keys()
+                if missing := sorted(heads - weights.keys()):
+                    raise CheckpointError(
+                        f"{path} has the classifier of {name} under another name than "
+                        f"{missing[0]} ({note}); save the model's own state_dict"
+                    )
         model = spec.build() if spec else build_for_weights(name, weights)
         model.load_state_dict(weights)
     except CANNOT_BUILD as error:

@@ -177,6 +177,16 @@ class Objective:
         """Return the loss of the network's output, float32 `[]`, without waiting."""
         raise NotImplementedError
 
+    def check_logits(self, output: Any) -> None:
+        """Raise UserError where a model of one's own returned anything but logits `[N, K]`."""
+        if not isinstance(output, Tensor) or output.ndim != 2:
+            shape = f" of shape {tuple(output.shape)}" if isinstance(output, Tensor) else ""
+            raise UserError(
+                f"{self.setting.model} returns a {type(output).__name__}{shape} in training, and "
+                f"{self.flag} needs logits, a Tensor of a row per image and a column per class; "
+                "return them as docs/extending.md describes"
+            )
+
     def mix_arguments(self, step: StepContext) -> dict[str, Tensor]:
         """Return the arguments of a model that exchanges tokens (MixToken)."""
         if not self.setting.mix.mixtoken:

@@ -29,6 +29,7 @@ class CrossEntropy(Objective):
             )
 
     def loss(self, output: Tensor, batch: Batch, step: StepContext) -> Tensor:
+        self.check_logits(output)
         share = None if step.mix is None else label_share(step.mix)
         smoothing = self.setting.labels.smoothing
         return hard_label_loss(output, batch.label, batch.weight, smoothing, share)

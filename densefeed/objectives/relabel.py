@@ -13,4 +13,5 @@ class ReLabel(DenseObjective):
     name = "relabel"
 
     def loss(self, output: Tensor, batch: Batch, step: StepContext) -> Tensor:
+        self.check_logits(output)
         return class_token_loss(output, self.targets(batch, step)[0])

@@ -32,7 +32,7 @@ MOST_CLASSES = 65_535
 # be a class.
 SYSTEM = re.compile(
     r"(?:^|/)(\.(?!\.?(?:/|$))[^/]*|__MACOSX|Network Trash Folder|Temporary Items|"
-    r"TheVolumeSettingsFolder|TheFindByContentFolder|@eaDir|@tmp|@sharebin|#recycle|#snapshot|"
+    r"TheVolumeSettingsFolder|TheFindByContentFolder|@eaDir|@tmp|@sharebin|@__thumb|@SynoResource|@SynoEAStream|#recycle|#snapshot|"
     r"~snapshot|@Recycle|@Recently-Snapshot|\$RECYCLE\.BIN|System Volume Information|"
     r"found\.\d{3}|lost\+found|__pycache__)(?:/|$)",
     re.IGNORECASE,
@@ -266,12 +266,23 @@ def describe_lookalikes(names: Iterable[str], known: Iterable[str] = ()) -> str:
     return ""
 
 
-def check_two_classes(root: object, class_names: Sequence[str]) -> None:
-    """Raise UserError for one class alone, which a classifier cannot learn."""
-    if len(class_names) == 1:
+def check_two_classes(
+    root: object, class_names: Sequence[str], labels: np.ndarray | None = None
+) -> None:
+    """Raise UserError for one class alone, which a classifier cannot learn.
+
+    Of `labels`, int64 `[N]`, all of which are known, none may have a number that is not 0 alone:
+    the classes below it have no name and no image.
+    """
+    alone = len(class_names) == 1
+    if labels is not None and len(labels) and labels.min() == labels.max():
+        filled = [f"class {number}" for number in range(int(labels[0]))]
+        alone |= list(class_names[:-1]) == filled
+    if alone:
         raise UserError(
-            f"{root} has one class alone, {class_names[0]!r}; give the folder that holds a folder "
-            "of images for each class"
+            f"{root} has one class alone, {class_names[-1]!r}; give images of two classes or more: "
+            "the folder that holds a folder of images for each class, or a list or files that "
+            "label both"
         )
 
 

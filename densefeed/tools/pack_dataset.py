@@ -141,7 +141,7 @@ def main(packing: Packing) -> None:
     images.describe_split()
     # A validation split may have images of one class.
     if packing.split in SPLITS[0]:
-        check_two_classes(packing.data, images.class_names)
+        check_two_classes(packing.data, images.class_names, images.labels)
     fingerprint, fields = images.fingerprint(), []
     store, rows = open_maps(packing, images) if packing.maps else (None, None)
     notes = {"class_names": images.class_names, "fingerprint": fingerprint}

@@ -247,7 +247,7 @@ def begin(labeling: Labeling, shows: bool) -> Pass:
     limit_pixels(labeling.max_pixels)
     device = choose_rank_device(labeling.device)
     images = open_images(labeling.data, labeling.dataset, labeling.split, labeling)
-    check_two_classes(images.root, images.class_names)
+    check_two_classes(images.root, images.class_names, images.labels)
     if shows:
         images.describe_split()
     teacher, name = load_teacher(

@@ -199,6 +199,9 @@ def test_outside_the_network_is_taken_from_among_other_tensors(
         built, _ = checkpoints.build(path, "resnet10t")
         assert note in capsys.readouterr().out
         assert all(map(torch.equal, built.state_dict().values(), state.values()))
+    else:
+        with pytest.raises(checkpoints.CheckpointError, match=r"another name than fc.weight \("):
+            checkpoints.build(path, "resnet10t")
     other = timm.create_model("resnet10t", num_classes=3)
     assert note in checkpoints.initialize(other, path)
     assert all(torch.equal(other.state_dict()[name], tensor) for name, tensor in state.items())

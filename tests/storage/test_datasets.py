@@ -751,7 +751,10 @@ def test_outside_classes_without_images_are_named(tmp_path, capsys):
 LEFT = [
     *(f"cat/{name}/1.jpg" for name in (".ipynb_checkpoints", "@eaDir/1.jpg", ".thumbnails")),
     *(f"{name}/1.jpg" for name in ("__MACOSX/cat", ".Trash-0/files", "lost+found", "#recycle")),
-    *(f"{name}/1.jpg" for name in ("Network Trash Folder", "Temporary Items", "__pycache__")),
+    *(
+        f"{name}/1.jpg"
+        for name in ("Network Trash Folder", "Temporary Items", "@__thumb", "__pycache__")
+    ),
     *(f"{name}/1.jpg" for name in (".AppleDouble", "$RECYCLE.BIN", "found.000", "~snapshot")),
     *("cat/._1.jpg", "cat/._2.jpg", "dog/._1.jpg", "cat/.hidden.jpg"),
 ]
@@ -765,15 +768,15 @@ def test_outside_what_systems_put_into_folders_is_left_out(tmp_path, capsys):
     assert (images.class_names, images.paths) == (["cat", "dog"], ["cat/1.jpg", "dog/1.jpg"])
     assert images.fingerprint() == before
     assert capsys.readouterr().out == (
-        f"{tmp_path}: 18 hidden or system names were left out: ._* 3, #recycle 1, $RECYCLE.BIN 1, "
-        ".AppleDouble 1, .Trash-0 1 and 11 more\n"
+        f"{tmp_path}: 19 hidden or system names were left out: ._* 3, #recycle 1, $RECYCLE.BIN 1, "
+        ".AppleDouble 1, .Trash-0 1 and 12 more\n"
     )
     with pytest.raises(UserError, match="holds cat, dog but no folder 'a/b'"):
         Images(tmp_path, split="a/b")
     (tmp_path / "all.txt").write_text("\n".join(["cat/1.jpg", "dog/1.jpg", *LEFT]))
     listed = Images(tmp_path, f"list/{tmp_path / 'all.txt'}")
     assert (listed.class_names, listed.paths) == (images.class_names, images.paths)
-    assert "all.txt: 18 hidden or system names were left out: " in capsys.readouterr().out
+    assert "all.txt: 19 hidden or system names were left out: " in capsys.readouterr().out
 
 
 def test_outside_a_flat_folder_is_refused(tmp_path, capsys):

@@ -72,7 +72,7 @@ def test_outside_one_class_alone_is_neither_packed_nor_labeled(folder, packed, t
         shutil.copytree(data, tmp_path / "two" / "val")
         data = tmp_path / "val.beton"
         main(Packing(data=tmp_path / "two", split="val", out=data))
-    refused = r" has one class alone, 'cat'; give the folder that holds a folder"
+    refused = r" has one class alone, 'cat'; give images of two classes or more: the folder that"
     with pytest.raises(UserError, match=refused):
         main(Packing(data=data, dataset=dataset, out=tmp_path / "x.beton"))
     assert not (tmp_path / "x.beton").exists()
@@ -81,6 +81,19 @@ def test_outside_one_class_alone_is_neither_packed_nor_labeled(folder, packed, t
     )
     with pytest.raises(UserError, match=refused):
         begin(labeling, shows=False)
+
+
+def test_outside_a_list_of_one_class_of_another_number_is_not_packed(folder, tmp_path):
+    """The classes before it have no name and no image."""
+    names = [f"cat/{path.name} 3" for path in sorted((folder / "train/cat").iterdir())]
+    (tmp_path / "x.txt").write_text("\n".join(names))
+    packing = Packing(
+        data=folder / "train", dataset=f"list/{tmp_path / 'x.txt'}", out=tmp_path / "x.beton"
+    )
+    with pytest.raises(UserError, match=r"one class alone, '.*'; give images of two classes"):
+        main(packing)
+    (tmp_path / "x.txt").write_text("\n".join([*names[1:], names[0][:-1] + "1"]))
+    main(packing)
 
 
 def epoch(path):

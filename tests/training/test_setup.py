@@ -109,7 +109,7 @@ def test_outside_one_class_alone_is_not_trained(folder, micro, tmp_path):
         shutil.copytree(folder / split / "cat", tmp_path / "one" / split / "cat")
     data = tmp_path / "one"
     config = with_options(micro(tmp_path / "run"), loader="folder", data=data, val=data)
-    with pytest.raises(UserError, match=r"/one has one class alone, 'cat'; give the folder that"):
+    with pytest.raises(UserError, match=r"/one has one class alone, 'cat'; give images of two"):
         setup_run(config, ALONE)
 
 

@@ -1,4 +1,4 @@
-"""Train students on photo scenes with the labels of an ImageNet teacher, and write a report.
+"""Train students on photo scenes, labeled by an ImageNet teacher, and report.
 
     densefeed photos --out photos
 

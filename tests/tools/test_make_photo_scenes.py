@@ -328,7 +328,7 @@ def test_bad_folders_and_numbers_are_refused(folders, scenes, tmp_path, monkeypa
     with pytest.raises(UserError, match="has one cut-out of each class, of which --hold-out"):
         main(describe(folders, out, cutouts=tmp_path / "one"))
     monkeypatch.setitem(sys.modules, "skimage", None)
-    with pytest.raises(UserError, match=r"scikit-image and scikit-learn .* pip install"):
+    with pytest.raises(UserError, match=r"scikit-image and scikit-learn .*pip install"):
         main(PhotoScenes(out=out, cache=tmp_path / "cache"))
     assert os.listdir(tmp_path) == ["one"]
 

@@ -567,7 +567,7 @@ def fetch_package(package: Package, files: Iterable[str], cache: Path) -> Path:
     """
     home = cache / package.name
     make_folder(cache)
-    # Of processes that start together one fetches, and the others wait.
+    # One of several processes fetches, and the others wait.
     with open(open_own(cache / "lock", os.O_RDWR | os.O_CREAT)) as file:
         lock(file.fileno(), cache, fcntl.LOCK_EX)
         if not home.is_dir():

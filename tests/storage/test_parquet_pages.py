@@ -22,7 +22,7 @@ pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
 COUNT = 40
-# Of them a fifth are equal, so that dictionaries are of use.
+# A fifth are equal, so that dictionaries are of use.
 CONTENTS = [np.random.default_rng(n % 32).bytes(300) for n in range(COUNT)]
 
 

@@ -540,7 +540,7 @@ def test_outside_separate_planes_have_the_pixels_of_one_plane_or_are_refused(
     """In any kind of samples that Pillow opens; the same file in one plane is the reference."""
     count = {2: 3, 5: 4, 8: 3}.get(photometric, 1) + len(extra)
     values = np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, count), np.uint8)
-    # Of colors multiplied by alpha none is larger than alpha.
+    # No color multiplied by alpha is larger than alpha.
     values = np.sort(values) if extra == (1,) else values
     values = values.astype(np.uint16) * 257 if deep > 1 else values
     file = tiff(values, photometric, extra=extra, order=order, packed=packed, planes=True)

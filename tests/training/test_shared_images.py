@@ -83,7 +83,7 @@ def test_outside_packed_validation_images_of_the_training_set_warn(
     subset(folder, tmp_path / "part", "train", range(4))
     part = pack(tmp_path / "part.beton", tmp_path / "part")
     assert SAME.format(part) in warned(train, part)
-    # Of four images two are new.
+    # Two of four images are new.
     subset(folder, tmp_path / "mixed", "train", range(2))
     for path in (folder / "val").glob("*/*"):
         if int(path.stem) < 2:

@@ -34,7 +34,7 @@ from densefeed.system.errors import UserError
 from densefeed.system.options import Count, Options
 
 TOP_K = 5
-# Of the normalized images that a student sees.
+# Mean and deviation by which the images of a student are normalized.
 MEAN, STD = (torch.tensor(x).view(3, 1, 1) for x in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
 
 

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from densefeed import register_objective, train
-from densefeed.objectives.base import StepContext
+from densefeed.objectives.base import Setting, StepContext
+from densefeed.objectives.losses import token_labeling_loss
 from densefeed.objectives.token_labeling import TokenLabeling
 from densefeed.pipelines.batch import Batch, ScoreMapSpec
 from densefeed.relabel.class_map import read_class_map
@@ -77,17 +78,14 @@ class OnlineTokenLabeling(TokenLabeling):
     name, section, own = "online-token-label", "online", OnlineOptions
     needs_score_maps = False
 
-    @classmethod
-    def read_options(cls, section: Any) -> Any:
-        return section.token_labeling, section.online
-
-    def __init__(self, setting: Any) -> None:
+    def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self.options, self.online = self.options
         self.teacher: Network | None = None
 
     def loss(self, output: Any, batch: Batch, step: StepContext) -> Tensor:
-        return super().loss(output, *self.label(batch, step, output))
+        targets = self.targets(*self.label(batch, step, output))
+        weight = self.setting.options.token_labeling.token_weight
+        return token_labeling_loss(output, *targets, weight)
 
     @torch.no_grad()
     def label(self, batch: Batch, step: StepContext, output: Any) -> tuple[Batch, StepContext]:
@@ -100,10 +98,10 @@ class OnlineTokenLabeling(TokenLabeling):
 
     def load_teacher(self, num_classes: int) -> Network:
         """Load the teacher for the data's `num_classes`."""
-        if not self.online.online_teacher:
+        if not self.options.online_teacher:
             raise UserError("--online-teacher is missing; name one as in densefeed label")
-        loaded = load_network(self.online.online_teacher, "", self.online.online_size)
-        class_map, path = None, self.online.online_class_map
+        loaded = load_network(self.options.online_teacher, "", self.options.online_size)
+        class_map, path = None, self.options.online_class_map
         if path:
             # Folders of classes are sorted by name.
             lines = path.read_text(encoding="utf-8").splitlines()[1:]
@@ -111,8 +109,10 @@ class OnlineTokenLabeling(TokenLabeling):
             class_map = read_class_map(path, loaded.class_names, loaded.model.num_classes, names)
             if class_map.classes != num_classes:
                 raise UserError(f"{path} maps to {class_map.classes} classes, not {num_classes}")
-        name = self.online.online_teacher
-        return Network(loaded.model, self.online.online_size, loaded.config, class_map, name).eval()
+        name = self.options.online_teacher
+        return Network(
+            loaded.model, self.options.online_size, loaded.config, class_map, name
+        ).eval()
 
 
 class HalfInput(nn.Module):

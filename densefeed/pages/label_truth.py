@@ -114,12 +114,10 @@ def find_owners(boxes_ltrb_n4: np.ndarray, grid: int) -> np.ndarray:
 def find_owners_in_mask(
     mask_HW: np.ndarray, view: np.ndarray, grid: int, pure: float = PURE
 ) -> np.ndarray:
-    """Return, for each token in row-major order, the object that a share `pure` of it shows; `[T]`.
+    """Return for each token, row by row, the object that covers `pure` of it, else -1; `[T]`.
 
-    -1 where none does; `pure` is above 0.5.
-
-    Values of the mask are 0 for the background and n + 1 for object n. SAMPLES x SAMPLES points of
-    a token are looked up; those outside the image are background.
+    `pure` is above 0.5. Values of the mask are 0 for the background and n + 1 for object n. SAMPLES
+    x SAMPLES points of a token are looked up; those outside the image are background.
     """
     ticks = (np.arange(grid * SAMPLES) + 0.5) / (grid * SAMPLES)
     points = np.stack([*np.meshgrid(ticks, ticks), np.ones((len(ticks),) * 2)])
@@ -131,7 +129,7 @@ def find_owners_in_mask(
     )
     value = np.where(inside, mask_HW[rows, columns], 0)
     tokens = value.reshape(grid, SAMPLES, grid, SAMPLES).swapaxes(1, 2).reshape(grid * grid, -1)
-    # If so many of the samples have one value, it is the median.
+    # A value that more than half of the samples have is their median.
     owner_T = np.median(tokens, axis=1).astype(np.int64)
     is_pure = (tokens == owner_T[:, None]).mean(1) >= pure
     return np.where(is_pure, owner_T, 0) - 1

@@ -312,7 +312,7 @@ def arrange(
     """Place the label's cut-out and one to three of `others`; return them from bottom to top.
 
     Of each one at least half, and LEAST_VISIBLE pixels, are visible. One for which no place is
-    found is left out. UserError if so many pixels of the label's are not opaque at this size.
+    found is left out. UserError if the label's has too few opaque pixels at this size.
     """
     width, height = size
     pixels = draw_cutout(rng, cutout, rng.uniform(*LARGE) * width * height, size)

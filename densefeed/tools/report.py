@@ -503,8 +503,13 @@ def read_costs(path: Path) -> dict:
     crops = read_json(path, "audit the maps again").get("crops")
     if not isinstance(crops, dict) or "groups" not in crops:
         raise UserError(f"{path} compares no crops; audit the maps with --teacher and --crops 8")
-    # JSON holds no NaN.
-    return json.loads(json.dumps(crops).replace("null", "NaN"))
+    # JSON holds no NaN, which the page leaves out.
+    return json.loads(json.dumps(crops), object_hook=restore_nan)
+
+
+def restore_nan(values: dict) -> dict:
+    """Return a dictionary with NaN for None."""
+    return {name: math.nan if value is None else value for name, value in values.items()}
 
 
 @torch.no_grad()

@@ -164,7 +164,7 @@ def test_the_report_shows_what_cached_labels_cost(scenes, located, student, tmp_
     fields = {"teacher": "student", "input_size": 48, "images": 40, "out": tmp_path / "a.html"}
     plain = make_options(scenes / "maps.h5", located, **fields)
     audit_tool.main(replace(plain, crops=1))
-    # Of one image a mean has no interval.
+    # The mean of one image has no interval.
     path = tmp_path / "a.json"
     document = json.loads(path.read_text())
     document["crops"]["groups"][0]["agreement"] |= {"low": None, "high": None}

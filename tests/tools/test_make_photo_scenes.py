@@ -419,7 +419,7 @@ def test_the_list_of_the_packages_is_consistent():
     assert all(groups[row["class"]] == row["group"] for row in rows if row["class"])
     held = {row["group"] for row in rows if not row["class"]}
     assert held <= set(groups.values())
-    # The label of a held-out scene is told from the classes of its small objects by its name.
+    # A held-out label and the classes of the small objects have different names.
     assert not held & set(groups)
     found = read_class_map(CLASS_MAP, [], 1000, sorted(groups))
     assert set(found.target.tolist()) == set(range(60))

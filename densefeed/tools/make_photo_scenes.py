@@ -28,11 +28,8 @@ if not __package__:
     import script_start  # noqa: F401
 
 import csv
-import fcntl
-import hashlib
 import io
 import os
-import subprocess
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -52,6 +49,7 @@ from densefeed.storage.dataset_names import (
     natural_key,
 )
 from densefeed.storage.datasets import walk
+from densefeed.storage.debian_packages import Package, fetch_package
 from densefeed.storage.images import (
     DecodeOptions,
     Images,
@@ -71,15 +69,8 @@ from densefeed.storage.scenes import (
 )
 from densefeed.system.commands import PACKAGE
 from densefeed.system.devices import ThreadOptions
-from densefeed.system.errors import UserError, explain_os_error, make_command
-from densefeed.system.files import (
-    cache_folder,
-    create_folder,
-    lock,
-    make_folder,
-    open_own,
-    open_regular,
-)
+from densefeed.system.errors import UserError, make_command
+from densefeed.system.files import cache_folder, create_folder, open_regular
 from densefeed.system.options import Beside, Bounds, Count, NonNegativeInt, own_first
 from densefeed.system.prefetch import ordered_map
 from densefeed.system.progress import bar
@@ -114,26 +105,17 @@ WINDOW = (0.4, 1.0)
 # Factor of the background's brightness.
 BRIGHTNESS = (0.6, 1.1)
 
-
-class Package(NamedTuple):
-    """A package of Debian."""
-
-    name: str
-    home: str  # the folder of its pictures
-    # SHA-256 of the pictures that are used (`hash_files`). Versions of the package differ between
-    # releases of Debian, and so do the bytes of its archive.
-    digest: str
-
-
 STAMPS = Package(
     "tuxpaint-stamps-default",
     "usr/share/tuxpaint/stamps",
     "af3a053a1cc5b03905bbcb8b72d0591aa9eec7b139ebc6d7402de95a6f6bd400",
+    OWN,
 )
 WALLPAPERS = Package(
     "mate-backgrounds",
     "usr/share/backgrounds/mate/nature",
     "49b1fc4785573b70bfd03892c5a2c17d3513bf0074d17ac537ba4859679cb916",
+    OWN,
 )
 
 
@@ -426,10 +408,15 @@ def list_objects(layers: Iterable[Layer], mask: np.ndarray) -> list[dict]:
 # ------------------------------------------------------------------------- pictures
 
 
+def list_cutouts() -> list[dict[str, str]]:
+    """Return file, class and group of each cut-out of the packages."""
+    with open(CUTOUTS, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
 def read_packages(scenes: PhotoScenes) -> Pictures:
     """Read the cut-outs of the list and their backgrounds; fetch the packages if necessary."""
-    with open(CUTOUTS, newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    rows = list_cutouts()
     samples = {split: load_photographs(names) for split, names in SAMPLES.items()}
     cache = scenes.cache or cache_folder() / "photo-scenes"
     stamps = fetch_package(STAMPS, [row["file"] for row in rows], cache)
@@ -555,77 +542,6 @@ def reduce_to(image: Image.Image, size: tuple[float, float]) -> Image.Image:
     """Shrink an image by a whole factor, antialiased, such that it still covers `size`."""
     factor = int(min(image.width / size[0], image.height / size[1]))
     return image.reduce(factor) if factor > 1 else image
-
-
-# ------------------------------------------------------------------------- packages
-
-
-def fetch_package(package: Package, files: Iterable[str], cache: Path) -> Path:
-    """Return the folder of a package's pictures below `cache`, where it is unpacked if it is not.
-
-    UserError if it cannot be fetched, or the `files` are not those of its digest.
-    """
-    home = cache / package.name
-    make_folder(cache)
-    # One of several processes fetches, and the others wait.
-    with open(open_own(cache / "lock", os.O_RDWR | os.O_CREAT)) as file:
-        lock(file.fileno(), cache, fcntl.LOCK_EX)
-        if not home.is_dir():
-            print(f"{package.name} is fetched with apt-get to {home}", flush=True)
-            with create_folder(home) as part:
-                unpack_package(package.name, part)
-    try:
-        found = hash_files(home / package.home, files)
-    except OSError as error:
-        found = explain_os_error(error)
-    if found != package.digest:
-        raise UserError(
-            f"{home} does not hold the pictures of {package.name} that the list of cut-outs is "
-            f"for; remove it to fetch it again, or, where Debian has other pictures by now, {OWN}"
-        )
-    return home / package.home
-
-
-def unpack_package(name: str, folder: Path) -> None:
-    """Download a package of Debian and unpack it into a folder. Needs no root."""
-    run_tool(name, folder, "apt-get", "download", name)
-    (archive,) = folder.glob("*.deb")
-    run_tool(name, folder, "dpkg", "-x", archive.name, ".")
-    archive.unlink()
-
-
-def run_tool(name: str, folder: Path, *words: str) -> None:
-    """Run a program of Debian in a folder. UserError if it is missing or fails."""
-    try:
-        done = subprocess.run(
-            words,
-            cwd=folder,
-            env={**os.environ, "LC_ALL": "C"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-        )
-        problem = (done.stderr.strip().splitlines() or ["no message"])[-1]
-    except FileNotFoundError:
-        raise UserError(
-            f"{name} cannot be fetched, because there is no {words[0]}, a program of Debian; {OWN}"
-        ) from None
-    if done.returncode:
-        raise UserError(
-            f"{name} cannot be fetched ({words[0]} failed: {problem}); run apt-get update as root, "
-            f"or {OWN}"
-        )
-
-
-def hash_files(folder: Path, files: Iterable[str]) -> str:
-    """Return the SHA-256 over names and contents of files in a folder, sorted by name."""
-    digest = hashlib.sha256()
-    for name in sorted(files):
-        with open_regular(folder / name) as file:
-            content = hashlib.file_digest(file, "sha256").hexdigest()
-        digest.update(f"{content}  {name}\n".encode())
-    return digest.hexdigest()
 
 
 command = make_command(main, PhotoScenes, __doc__)

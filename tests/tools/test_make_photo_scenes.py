@@ -1,7 +1,6 @@
 """Photo scenes: masks against a composition in float64, what is held out, bad input, packages."""
 
 import csv
-import hashlib
 import json
 import os
 import sys
@@ -18,20 +17,20 @@ from densefeed.system.errors import UserError
 from densefeed.tools import make_photo_scenes
 from densefeed.tools.make_photo_scenes import (
     CLASS_MAP,
-    CUTOUTS,
     KEPT,
     LEAST_VISIBLE,
     SPLITS,
     Cutout,
-    Package,
     PhotoScenes,
     arrange,
     draw_background,
     draw_cutout,
-    fetch_package,
+    list_cutouts,
     main,
     read_folders,
 )
+
+from ..storage.test_debian_packages import write_tools
 
 # The color of each cut-out, of which all opaque pixels have one.
 COLORS = {
@@ -352,15 +351,6 @@ def test_options_without_effect_are_refused(words, match, tmp_path, monkeypatch,
 # ------------------------------------------------------------------------- packages
 
 
-def write_tools(folder, **scripts):
-    """Write programs that stand in for those of Debian; each logs its words to `log`."""
-    folder.mkdir(exist_ok=True)
-    for name, script in scripts.items():
-        path = folder / name.replace("_", "-")
-        path.write_text(f'#!/bin/sh\necho "$0" "$@" >> {folder}/log\n{script}\n')
-        path.chmod(0o755)
-
-
 @pytest.mark.parametrize("there", [(), ("apt_get",)])
 def test_without_debian_the_command_names_folders_of_your_own(there, tmp_path, monkeypatch, capsys):
     write_tools(tmp_path / "bin", **dict.fromkeys(there, ": > x.deb"))
@@ -379,38 +369,8 @@ def test_without_debian_the_command_names_folders_of_your_own(there, tmp_path, m
     assert os.listdir(tmp_path / "cache") == ["lock"]
 
 
-def test_a_package_is_fetched_once_and_compared(tmp_path, monkeypatch):
-    content = b"a picture"
-    line = f"{hashlib.sha256(content).hexdigest()}  a/b.png\n"
-    package = Package("stamps", "usr/pictures", hashlib.sha256(line.encode()).hexdigest())
-    unpack = "mkdir -p usr/pictures/a; printf 'a picture' > usr/pictures/a/b.png"
-    write_tools(tmp_path / "bin", apt_get=": > stamps_1.0_all.deb", dpkg=unpack)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    for _ in range(2):
-        home = fetch_package(package, ["a/b.png"], tmp_path / "cache")
-        assert (home / "a/b.png").read_bytes() == content
-    calls = [line.split("/")[-1] for line in (tmp_path / "bin/log").read_text().splitlines()]
-    assert calls == ["apt-get download stamps", "dpkg -x stamps_1.0_all.deb ."]
-    assert sorted(os.listdir(tmp_path / "cache")) == ["lock", "stamps"]
-    assert os.listdir(tmp_path / "cache/stamps") == ["usr"]
-    for damage in (lambda path: path.write_bytes(b"another"), lambda path: path.unlink()):
-        damage(home / "a/b.png")
-        with pytest.raises(UserError, match=r"cache/stamps does not hold .*remove it.*--cutouts"):
-            fetch_package(package, ["a/b.png"], tmp_path / "cache")
-
-
-def test_a_download_that_fails_leaves_nothing(tmp_path, monkeypatch):
-    failing = "echo 'E: Unable to locate package stamps' >&2; exit 100"
-    write_tools(tmp_path / "bin", apt_get=failing)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    with pytest.raises(UserError, match=r"\(apt-get failed: E: Unable.*apt-get update.*--cutouts"):
-        fetch_package(Package("stamps", "usr", ""), [], tmp_path / "cache")
-    assert os.listdir(tmp_path / "cache") == ["lock"]
-
-
 def test_the_list_of_the_packages_is_consistent():
-    with open(CUTOUTS, newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = list_cutouts()
     names = [row["file"] for row in rows]
     assert len(names) == len(set(names)) == 75 + 77
     groups = {row["class"]: row["group"] for row in rows if row["class"]}

@@ -12,14 +12,20 @@ import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 
 import densefeed
+from densefeed import sparse_targets
 from densefeed.objectives import OBJECTIVES
 from densefeed.pipelines.augment.augmentation import Normalize
 from densefeed.storage.images import Images
 from densefeed.system.options import with_options
+from densefeed.tools.pack_dataset import Packing
+from densefeed.tools.pack_dataset import main as pack
 from densefeed.training.config import Config
 
+from .fixtures import photograph
+from .pipelines.test_targets import dense_targets, densify
 from .runs import step_for, train_loader
 from .stores import write_store
 
@@ -407,6 +413,39 @@ def test_outside_the_config_of_a_run_without_a_method_of_ones_own_has_its_defaul
     added = dict(before["objective"])
     del added["drloc"]
     assert Config.from_dict(before | {"objective": added}) == Config.from_dict(before)
+
+
+@pytest.mark.parametrize("absent", ["tail", "zero-logit"])
+def test_labels_of_two_hundred_crops_are_those_of_float64(random_maps, tmp_path, absent):
+    """From a packed file, through the loader: torchvision's RoIAlign of the stored maps."""
+    K, grid, rng = 6, 4, np.random.default_rng(0)
+    for number in range(2 * K):
+        path = tmp_path / f"images/train/c{number % K}/{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        photograph(rng, *rng.integers(40, 120, 2).tolist()).save(path)
+    images = Images(tmp_path / "images", split="train")
+    maps = random_maps(len(images), 9, 3, K)
+    store = write_store(tmp_path / "maps.h5", images, maps, K, absent=absent)
+    pack(Packing(data=tmp_path / "images", maps=store, out=tmp_path / "train.beton"))
+    sizes = np.array([Image.open(tmp_path / "images/train" / path).size for path in images.paths])
+    checked = 0
+    options = dict(batch=8, size=64, threads=1, repeats=2, crop_scale=(0.05, 1.0))
+    with densefeed.open_loader(tmp_path / "train.beton", **options) as loader:
+        for epoch in range(9):
+            for batch in loader.batches(epoch):
+                found = densify(sparse_targets(batch, loader.score_maps, grid), K)
+                index, repeat = batch.index.numpy(), batch.repeat.numpy()
+                width, height = sizes[index].T
+                boxes, flips = loader.plan.crops(epoch, index, height, width, repeat)
+                for n in range(len(index)):
+                    one = maps.select(index[n : n + 1])
+                    size = int(height[n]), int(width[n])
+                    want = dense_targets(
+                        one, boxes[n : n + 1], flips[n : n + 1], K, grid, absent, 0.0, *size
+                    )
+                    torch.testing.assert_close(found[n].double(), want[0], rtol=0, atol=1e-5)
+                    checked += 1
+    assert checked >= 200
 
 
 def test_outside_maps_of_other_classes_are_warned_of(folder, random_maps, tmp_path, capsys):

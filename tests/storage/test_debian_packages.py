@@ -36,9 +36,7 @@ def test_a_package_is_fetched_once_and_compared(tmp_path, monkeypatch):
     assert os.listdir(tmp_path / "cache/stamps") == ["usr"]
     for damage in (lambda path: path.write_bytes(b"another"), lambda path: path.unlink()):
         damage(home / "a/b.png")
-        with pytest.raises(
-            UserError, match=r"cache/stamps does not hold .*remove it.*give fold"
-        ):
+        with pytest.raises(UserError, match=r"cache/stamps does not hold .*remove it.*give fold"):
             fetch_package(package, ["a/b.png"], tmp_path / "cache")
 
 
@@ -46,8 +44,6 @@ def test_a_download_that_fails_leaves_nothing(tmp_path, monkeypatch):
     failing = "echo 'E: Unable to locate package stamps' >&2; exit 100"
     write_tools(tmp_path / "bin", apt_get=failing)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    with pytest.raises(
-        UserError, match=r"\(apt-get failed: E: Unable.*apt-get update.*give"
-    ):
+    with pytest.raises(UserError, match=r"\(apt-get failed: E: Unable.*apt-get update.*give"):
         fetch_package(Package("stamps", "usr", "", INSTEAD), [], tmp_path / "cache")
     assert os.listdir(tmp_path / "cache") == ["lock"]

@@ -15,21 +15,34 @@ STUDENT = dict(
     lr_batch=24,
 )
 PUBLISHED = dict(geometry="published", outside="uniform")
+RELABEL, MIXTOKEN = dict(objective="relabel"), dict(mixtoken=True)
+# The image's label, which is always right here, mixed into the dense label of the whole crop.
+IMAGE_LABEL = dict(ground_truth="intended")
+DATA = "--loader ffcv --data photos/train.beton --val photos/val.beton"
 
 RECIPES = table(
     "The quickstart's student with token labels on photo scenes of 60 classes (densefeed photos).",
     quickstart.RECIPES["quickstart_token_label"],
-    data="--loader ffcv --data photos/train.beton --val photos/val.beton",
+    data=DATA,
     photos_token_label=(STUDENT,),
 )
 RECIPES |= table(
     "The student on photo scenes with MixToken, the published label geometry, or other labels.",
     RECIPES["photos_token_label"],
-    data="--loader ffcv --data photos/train.beton --val photos/val.beton",
+    data=DATA,
     photos_token_label_published=(PUBLISHED,),
-    photos_token_label_mixtoken=(dict(mixtoken=True),),
-    photos_token_label_mixtoken_published=(dict(mixtoken=True) | PUBLISHED,),
-    photos_relabel=(dict(objective="relabel"), "One dense label per crop (arXiv 2101.05022)."),
-    photos_relabel_published=(dict(objective="relabel") | PUBLISHED,),
+    photos_token_label_mixtoken=(MIXTOKEN,),
+    photos_token_label_mixtoken_published=(MIXTOKEN | PUBLISHED,),
+    photos_relabel=(RELABEL, "One dense label per crop (arXiv 2101.05022)."),
+    photos_relabel_published=(RELABEL | PUBLISHED,),
     photos_ce=(dict(objective="ce"), "Image labels only."),
+)
+RECIPES |= table(
+    "The student on photo scenes, whose class token learns from the image label too.",
+    RECIPES["photos_token_label"],
+    data=DATA,
+    photos_token_label_ground_truth=(IMAGE_LABEL,),
+    photos_token_label_published_ground_truth=(IMAGE_LABEL | PUBLISHED,),
+    photos_token_label_mixtoken_ground_truth=(IMAGE_LABEL | MIXTOKEN,),
+    photos_relabel_ground_truth=(IMAGE_LABEL | RELABEL,),
 )

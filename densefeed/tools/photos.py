@@ -41,12 +41,18 @@ STUDENTS = {
     "ce": "the image labels",
     "relabel": "the dense label of each crop",
     "relabel-published": "the dense label of each crop, read at the published coordinates",
+    "relabel-ground-truth": "the dense label of each crop, mixed with the image label",
     "token-label": "a dense label on every token",
     "token-label-published": "a dense label on every token, read at the published coordinates",
-    "token-label-mixtoken": "a dense label on every token, and MixToken",
-    "token-label-mixtoken-published": "the same, read at the published coordinates",
+    "token-label-mixtoken": "a dense label on every token, with MixToken",
+    "token-label-mixtoken-published": "the labels of token-label-published, with MixToken",
+    "token-label-ground-truth": "a dense label on every token, and the image label",
+    "token-label-published-ground-truth": "the labels of token-label-published, and the image "
+    "label",
+    "token-label-mixtoken-ground-truth": "a dense label on every token, with MixToken, and the "
+    "image label",
 }
-USUAL = "ce", "relabel", "token-label-published", "token-label"
+USUAL = "ce", "token-label", "token-label-published-ground-truth", "token-label-ground-truth"
 
 
 @dataclass(frozen=True, kw_only=True)

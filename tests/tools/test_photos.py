@@ -66,7 +66,7 @@ def test_each_step_is_a_command_that_parses(tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit, match="3"):
             main(Photos(out=tmp_path))
         (tmp_path / "away").rename(tmp_path / step)
-    for name in ("runs/relabel/held-out.json", "audit.html", "report.html"):
+    for name in ("runs/token-label/held-out.json", "audit.html", "report.html"):
         (tmp_path / name).unlink()
         with pytest.raises(SystemExit, match="3"):
             main(Photos(out=tmp_path))

@@ -885,8 +885,7 @@ def print_accuracy(store: ScoreMapStore, caveat: str = "") -> None:
     """Print the accuracy of stored maps and what such maps were worth in trainings.
 
     `caveat` is a line about this accuracy; it stands between the two.
-    The figures are those of docs/results/quickstart.md, of a trial on photographs of 12 classes,
-    and of NFNet-F6.
+    The figures are those of docs/results/quickstart.md and docs/results/photographs.md.
     """
     accuracy = measure_accuracy(store)
     print(f"accuracy of the stored maps against the image labels: {100 * accuracy:.1f} %")
@@ -903,10 +902,10 @@ def print_accuracy(store: ScoreMapStore, caveat: str = "") -> None:
         )
     else:
         print(
-            f"{100 * accuracy:.1f} % is too low: on photo scenes, maps of 79 % gave token-label 3 "
-            "to 7 points less than ce (but on ImageNet the published teacher is right on 86 % of "
-            "new images); train the teacher longer or take another, and train the same recipe with "
-            "--objective ce beside it"
+            f"{100 * accuracy:.1f} % is too low for token labels alone: on photo scenes, maps of "
+            "79 % gave token-label 2 to 7 points less than ce, and 1 to 9 more than ce with "
+            "--ground-truth intended (docs/results/photographs.md); add it, or take a better "
+            "teacher, and train the same recipe with --objective ce beside it"
         )
 
 

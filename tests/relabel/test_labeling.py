@@ -167,7 +167,7 @@ def test_logits_that_float16_cannot_hold_are_refused(bad):
 
 
 @pytest.mark.parametrize(
-    ("accuracy", "said"), [(0.99, "good: "), (0.95, "fair: "), (0.874, "87.4 % is too low: ")]
+    ("accuracy", "said"), [(0.99, "good: "), (0.95, "fair: "), (0.874, "87.4 % is too low for ")]
 )
 def test_outside_the_accuracy_of_maps_is_judged(monkeypatch, capsys, accuracy, said):
     monkeypatch.setattr(audit, "measure_accuracy", lambda store: accuracy)

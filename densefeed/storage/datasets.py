@@ -16,6 +16,8 @@
     share/PERCENT      a fixed share of the images of every class folder (ImageNet 1, 5, 10, 50 %)
     hfds/NAME          as timm reads it
 
+What package.module:factory makes is read by dataset_items.py.
+
 Number and names of the classes belong to a dataset, not to a split. Lists whose file names differ
 only in the word for the split (a_train.txt, a_test.txt) are therefore read together for them, so a
 class without images in one split has the same number and name in both. Datasets of pixel arrays
@@ -58,6 +60,7 @@ from densefeed.storage.object_images import ObjectImages, read_objects
 from densefeed.storage.parquet_files import ParquetImages
 from densefeed.storage.tar_files import TarImages
 from densefeed.system.errors import UserError, explain_os_error, first_line
+from densefeed.system.factories import is_factory
 from densefeed.system.files import find_path_fault, is_folder, open_regular, read_lines
 from densefeed.system.object_url import ObjectURL, check_local
 from densefeed.system.terminal import print
@@ -151,9 +154,15 @@ def find(root: Path | ObjectURL, dataset: str, split: str) -> Found:
     kind, _, rest = dataset.partition("/")
     if kind in ("list", "classes") and rest:
         check_file(root, kind, rest)
+    if is_factory(dataset):
+        raise UserError(
+            f"--dataset {dataset} is labeled, packed and audited, and here files are read; give a "
+            ".beton, which `densefeed pack` makes of it, or in Python the dataset to open_loader"
+        )
     if dataset and kind not in (*FINDERS, "hfds"):
         raise UserError(
             f"--dataset {dataset} is unknown; give none for a folder of class folders, "
+            "package.module:factory for a dataset of your own, "
             f"or one of {', '.join([*FINDERS, 'hfds'])} (see --help)"
         )
     if not isinstance(root, ObjectURL):

@@ -114,7 +114,7 @@ def label(
         dataset: a map-style dataset: an object with `len` whose `[index]` is (image, label), or a
             dictionary of both, as those of torchvision, timm and Hugging Face. An image is a Pillow
             image, a uint8 array `[H, W, 3]`, a tensor `[3, H, W]` of uint8 or of floats from 0 to
-            1, or the bytes of an image file. Or the path of a folder, as of --data.
+            1, or the bytes or the path of an image file. Or the path of a folder, as of --data.
         teacher: what --teacher names, or a torch.nn.Module; several are averaged. A module is
             moved to the device, in eval mode.
         out: a file NAME.h5, a folder of shards, or `s3://BUCKET/FOLDER`. The same call again

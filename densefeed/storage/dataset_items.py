@@ -2,8 +2,8 @@
 
 Such an object has `len` and `[index]` (a map-style dataset of PyTorch). An item is (image, label),
 or a dictionary with `image` (or `img`) and `label`. An image is a Pillow image, a uint8 array
-`[H, W, 3]`, a tensor `[3, H, W]` of uint8 or of floats from 0 to 1, or the bytes of an image file.
-Gray and alpha are converted as those of files (samples.py).
+`[H, W, 3]`, a tensor `[3, H, W]` of uint8 or of floats from 0 to 1, or the bytes or the path of an
+image file. Gray and alpha are converted as those of files (samples.py).
 
 An image is called after its index, as item-00000012. Pixels are returned as PPM, which costs a
 copy, so all other code reads encoded images only.
@@ -13,6 +13,7 @@ import hashlib
 import io
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -38,7 +39,7 @@ LABEL_COLUMN = "label"
 LABELS = "targets", "labels", "_labels"
 FORMS = (
     "a Pillow image, a uint8 array [H, W, 3], a tensor [3, H, W] of uint8 or of floats from 0 to 1,"
-    " or the bytes of an image file"
+    " or the bytes or the path of an image file"
 )
 
 
@@ -308,16 +309,15 @@ def encode(image: Any, where: str) -> bytes:
     """
     # Hugging Face's images that are not decoded: of a file beside the table the path alone.
     if isinstance(image, Mapping) and {"bytes", "path"} <= image.keys():
-        path, image = image["path"], image["bytes"]
-        if image is None and path:
-            with open_regular(path) as file:
-                return read_encoded(file, where)
+        image = image["path"] if image["bytes"] is None else image["bytes"]
+    if isinstance(image, str | Path):
+        with open_regular(image) as file:
+            return read_encoded(file, where)
     if isinstance(image, bytes | bytearray | memoryview):
         return bytes(image)
     pixels_HWC = take_pillow(image, where) if isinstance(image, Image.Image) else take_array(image)
     if pixels_HWC is None:
-        kind = describe(image)
-        raise UserError(f"{where} has an image that is {kind}; an image is {FORMS}")
+        raise UserError(f"{where} has an image of {describe(image)}; an image is {FORMS}")
     height, width, _ = pixels_HWC.shape
     return b"P6 %d %d 255\n" % (width, height) + pixels_HWC.tobytes()
 
@@ -363,8 +363,8 @@ def take_array(image: Any) -> np.ndarray | None:
 def describe(image: Any) -> str:
     """Describe an object that is no image by its type, and its numbers if it has any."""
     if isinstance(image, np.ndarray | torch.Tensor):
-        text = f"of {str(image.dtype).removeprefix('torch.')} {list(image.shape)}"
+        text = f"{str(image.dtype).removeprefix('torch.')} {list(image.shape)}"
         if isinstance(image, torch.Tensor) and image.is_floating_point() and image.numel():
             text += f" from {image.min():.3g} to {image.max():.3g}"
         return text
-    return f"a {type(image).__name__}"
+    return f"type {type(image).__name__}"

@@ -26,7 +26,7 @@ if _started[:1] == ["densefeed"] or "script_start" in _sys.modules:
 if _started not in (["densefeed"], ["densefeed", "-h"], ["densefeed", "--help"]):
     with _pause():
         from densefeed import models as models
-        from densefeed.api import Loader, build_step, open_loader
+        from densefeed.api import Loader, build_step, label, open_loader
         from densefeed.objectives import register as register_objective
         from densefeed.objectives.base import Method, Objective
         from densefeed.pipelines.augment.settings import register_operation
@@ -56,6 +56,7 @@ __all__ = [
     "TargetRules",
     "UserError",
     "build_step",
+    "label",
     "open_loader",
     "register_dataset",
     "register_loader",

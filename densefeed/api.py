@@ -1,6 +1,6 @@
 """The Python API: a loader of batches, and the step of a training loop of your own."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import index
 from pathlib import Path
@@ -20,8 +20,12 @@ from densefeed.pipelines.loader import Preparation
 from densefeed.pipelines.mixing import MixOptions, check_pairs
 from densefeed.pipelines.open import DataOptions, Mode, open_dataset
 from densefeed.pipelines.targets import TargetRules
+from densefeed.relabel.run import Labeling, run_labeling
 from densefeed.step import Step
+from densefeed.storage.dataset_items import DatasetItems
+from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError
+from densefeed.system.factories import is_factory
 from densefeed.system.object_url import ObjectURL, find_url, parse_location
 from densefeed.system.options import check_type, with_options
 
@@ -94,8 +98,63 @@ class Loader:
         self.close()
 
 
+# Options of `label` of one value, or one for each teacher.
+SEVERAL = {"model", "input_size", "class_map"}
+
+
+def label(
+    dataset: Any,
+    teacher: str | nn.Module | Sequence[str | nn.Module],
+    out: str | Path,
+    **options: Any,
+) -> ScoreMapStore | None:
+    """Label the images of a dataset with a teacher, as `densefeed label` does.
+
+    Args:
+        dataset: a map-style dataset: an object with `len` whose `[index]` is (image, label), or a
+            dictionary of both, as those of torchvision, timm and Hugging Face. An image is a Pillow
+            image, a uint8 array `[H, W, 3]`, a tensor `[3, H, W]` of uint8 or of floats from 0 to
+            1, or the bytes or the path of an image file. Or the path of a folder, as of --data.
+        teacher: what --teacher names, or a torch.nn.Module; several are averaged. A module is
+            moved to the device, in eval mode.
+        out: a file NAME.h5, a folder of shards, or `s3://BUCKET/FOLDER`. The same call again
+            resumes a killed one, and other processes that make it share the work.
+        options: other options of `densefeed label`, with underscores, e.g. input_size, top_k,
+            class_map, form, dry_run, and their defaults.
+
+    Returns the store in the process that completes it, and None in others, for a URL, for `shard`
+    and for `dry_run`. Row n is the map of item n.
+
+    Raises UserError for images or a teacher that cannot be used, TypeError for an unknown option.
+    """
+    if foreign := {"data", "teacher", "out"} & options.keys():
+        raise TypeError(f"label has no option {min(foreign)!r}")
+    teachers = [teacher] if isinstance(teacher, str | nn.Module) else list(teacher)
+    names = [each if isinstance(each, str) else type(each).__name__ for each in teachers]
+    for name in SEVERAL & options.keys():
+        value = options[name]
+        options[name] = (value,) if isinstance(value, str | int) else value
+    place = None
+    if isinstance(dataset, str | Path):
+        named = isinstance(dataset, str) and is_factory(dataset)
+        place = {"dataset": dataset} if named else {"data": as_location(dataset)}
+    elif "dataset" in options:
+        raise TypeError("label has no option 'dataset' beside a dataset")
+    labeling = with_options(
+        Labeling(out=as_location(out), teacher=tuple(names), **place or {}), **options
+    )
+    items = None if place else DatasetItems(dataset, name_dataset(dataset))
+    given = () if all(isinstance(each, str) for each in teachers) else teachers
+    return run_labeling(labeling, items, given)
+
+
+def name_dataset(dataset: Any) -> str:
+    """Return what messages call a dataset object."""
+    return f"the dataset {type(dataset).__name__}"
+
+
 def open_loader(
-    path: str | Path,
+    path: Any,
     *,
     batch: int,
     size: int = 224,
@@ -113,7 +172,9 @@ def open_loader(
         path: a .beton file or a pattern of such files, on a disk or as `s3://BUCKET/train.beton`
             in object storage, or a folder with `train/<class>/*.jpg` (or `val/...`). With the
             option val_fraction, the folder that it divides, for both `train=True` and False; with
-            dataset, its root, e.g. of the paths in `dataset="list/val.txt"`.
+            dataset, its root, e.g. of the paths in `dataset="list/val.txt"`. Or a map-style
+            dataset, as `label` takes it: its items are whole images without random transforms, and
+            are read one at a time.
         batch: images per batch, all ranks together.
         size: side of the crops, pixels.
         seed: key of every random draw.
@@ -129,12 +190,6 @@ def open_loader(
     Raises UserError for data that cannot be opened and values that do not fit, TypeError for an
     unknown option or `score_maps` without `train`.
     """
-    if not isinstance(path, str | Path):
-        raise UserError(
-            f"open_loader takes the path of a .beton, of a pattern of such files or of a folder of "
-            f"images, and not a {type(path).__name__}; docs/guides/own-loop.md says what to do "
-            "with a Dataset of your own"
-        )
     # `path` and `train` stand for the first two; the last is for densefeed train, which holds the
     # maps.
     if foreign := {"data", "val", "maps_on_device"} & options.keys():
@@ -142,7 +197,12 @@ def open_loader(
     check_type("train", bool, train)
     if score_maps and not train:
         raise TypeError("open_loader reads score_maps with train=True only")
-    place, mode = as_location(path), "train" if train else "evaluate"
+    items, mode = None, "train" if train else "evaluate"
+    if not isinstance(path, str | Path):
+        if options.get("dataset"):
+            raise UserError("dataset names what a folder holds, and a dataset was given; remove it")
+        items = DatasetItems(path, path := name_dataset(path))
+    place = as_location(path)
     places = {"train" if train or options.get("val_fraction") else "val": place}
     # A run reads the list of its validation set from --val.
     kind, _, file = str(options.get("dataset")).partition("/")
@@ -162,6 +222,7 @@ def open_loader(
         seed=seed,
         rank=own if rank is None else rank,
         ranks=world if ranks is None else ranks,
+        items=items,
         ranks_are_given=ranks is not None,
     )
 

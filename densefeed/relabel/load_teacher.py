@@ -5,12 +5,8 @@ Each may have a class map.
 
 import hashlib
 import logging
-import os
-import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import NamedTuple
 
 import timm
@@ -27,10 +23,9 @@ from densefeed.storage.dataset_names import describe_difference, match_numbers
 from densefeed.storage.geometry import Geometry
 from densefeed.system.devices import choose_device
 from densefeed.system.errors import UserError, first_line
+from densefeed.system.factories import call_factory, is_factory
 from densefeed.system.terminal import print
 
-# A user's own teacher, package.module:factory.
-FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 # In place of a file: the teacher's classes are those of the data.
 NO_CLASS_MAP = "-"
 
@@ -44,7 +39,7 @@ class Loaded(NamedTuple):
 
 
 def load_teacher(
-    sources: Sequence[str],
+    sources: Sequence[str | nn.Module],
     models: Sequence[str],
     sizes: Sequence[int],
     class_maps: Sequence[str],
@@ -57,10 +52,11 @@ def load_teacher(
     """Load the teacher on the CPU; return it and its name in a store.
 
     A network that states the names of the data's classes in another order is matched by name.
-    `sources` name one network or the members of an ensemble. `models`, `sizes` and `class_maps` are
-    one for all or one for each; the first and the last may be empty. The name includes class maps
-    and test-time views. With `keep_unmapped` the teacher has one more class than the data, what its
-    class maps leave. Raises UserError with the source that cannot be used and the reason.
+    `sources` are one network or the members of an ensemble, by name or as modules. `models`,
+    `sizes` and `class_maps` are one for all or one for each; the first and the last may be empty.
+    The name includes class maps and test-time views. With `keep_unmapped` the teacher has one more
+    class than the data, what its class maps leave. Raises UserError with the source that cannot be
+    used and the reason.
     """
     if not sources:
         raise UserError(
@@ -70,7 +66,7 @@ def load_teacher(
     sizes = _repeat(sizes, len(sources), "--input-size")
     if min(sizes) < 1:
         raise UserError("--input-size must be at least 1 pixel")
-    if any(models) and not any(map(is_checkpoint, sources)):
+    if any(models) and not any(isinstance(s, str) and is_checkpoint(s) for s in sources):
         raise UserError(
             "--model is timm's name of a checkpoint, and no --teacher is one; remove it"
         )
@@ -79,6 +75,7 @@ def load_teacher(
     members, matches = [], []
     for source, model_name, size, file in zip(sources, models, sizes, class_maps, strict=True):
         network = load_network(source, model_name, size)
+        source = source if isinstance(source, str) else type(source).__name__
         by, class_map, first = "", None, ""
         theirs = _find_names(network, data_names)
         if file != NO_CLASS_MAP:
@@ -134,11 +131,13 @@ def is_checkpoint(source: str) -> bool:
     return path.exists() or path.suffix in (".pt", ".pth", ".tar", ".safetensors")
 
 
-def load_network(source: str, model_name: str, size: int) -> Loaded:
-    """Load the network that `source` names, for inputs of `size` pixels.
+def load_network(source: str | nn.Module, model_name: str, size: int) -> Loaded:
+    """Load the network that `source` names or is, for inputs of `size` pixels.
 
     `model_name` is timm's name for checkpoints that do not contain it.
     """
+    if isinstance(source, nn.Module):
+        return Loaded(source, preprocessing_config(source), list_names(source))
     if is_checkpoint(source):
         path = checkpoints.find_file(Path(source))
         model, checkpoint = checkpoints.build(path, model_name)
@@ -152,9 +151,14 @@ def load_network(source: str, model_name: str, size: int) -> Loaded:
                 f"{path} names {len(names)} classes but its model has {model.num_classes}; train "
                 "or copy it again"
             )
-    elif FACTORY.fullmatch(source):
+    elif is_factory(source):
         model = call_factory(source)
-        names = list(getattr(model, "class_names", []))
+        if not isinstance(model, nn.Module):
+            raise UserError(
+                f"{source} made a {type(model).__name__}; it must make a torch.nn.Module with its "
+                "weights loaded"
+            )
+        names = list_names(model)
     else:
         model, names = set_input_size(download(source), size), []
     return Loaded(model, preprocessing_config(model), names)
@@ -227,30 +231,9 @@ def download(source: str) -> nn.Module:
         hub.setLevel(level)
 
 
-def call_factory(source: str) -> nn.Module:
-    """Call `package.module:factory` without arguments, and return the module that it makes.
-
-    Modules in the current folder are found too.
-    """
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    # Importing and calling run the user's own code, which may raise anything.
-    try:
-        model = resolve_name(source)()
-    # It has a remedy already.
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(
-            f"{source} failed ({type(error).__name__}: {error}); name a function of a module that "
-            "is installed or in the current folder, and that is called without arguments"
-        ) from error
-    if not isinstance(model, nn.Module):
-        raise UserError(
-            f"{source} made a {type(model).__name__}; it must make a torch.nn.Module with its "
-            "weights loaded"
-        )
-    return model
+def list_names(model: nn.Module) -> list[str]:
+    """Return the names of classes that a user's module states; [] without them."""
+    return list(getattr(model, "class_names", []))
 
 
 def set_input_size(model: nn.Module, size: int) -> nn.Module:

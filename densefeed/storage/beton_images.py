@@ -1,4 +1,4 @@
-"""The images of .beton files, for labeling and packing: JPEGs as stored, others as PNG."""
+"""Open the images that are labeled and packed; those of .beton are JPEGs as stored, others PNG."""
 
 import hashlib
 import io
@@ -9,6 +9,7 @@ from PIL import Image
 
 from densefeed import native
 from densefeed.storage.beton import JPEG, Beton, is_beton, name_classes, open_matching
+from densefeed.storage.dataset_items import DatasetItems
 from densefeed.storage.images import (
     SIZED_FILES,
     WHOLE,
@@ -18,6 +19,7 @@ from densefeed.storage.images import (
     sample_evenly,
 )
 from densefeed.system.errors import UserError
+from densefeed.system.factories import is_factory
 from densefeed.system.object_url import ObjectURL
 
 # What the names of images begin with. A .beton holds none.
@@ -25,9 +27,28 @@ MARK = "beton-"
 
 
 def open_images(
-    root: Path | ObjectURL, dataset: str, split: str, division: SplitOptions = WHOLE
+    root: Path | ObjectURL | None,
+    dataset: str | DatasetItems,
+    split: str,
+    division: SplitOptions = WHOLE,
 ) -> Images:
-    """Open .beton files, or Images with these arguments. UserError as of both."""
+    """Open .beton files, the dataset of a factory, or Images with these arguments.
+
+    UserError as of these, for no root where one is needed, and for one beside a factory.
+    """
+    if isinstance(dataset, str) and is_factory(dataset):
+        if root is not None:
+            raise UserError(
+                f"--dataset {dataset} makes the dataset itself, and --data {root} has no effect "
+                "beside it; remove --data"
+            )
+        dataset = DatasetItems.load(dataset)
+    if isinstance(dataset, DatasetItems):
+        return Images(Path(dataset.root), dataset, split, division)
+    if root is None:
+        raise UserError(
+            "--data is missing; give the folder of the images, or --dataset package.module:factory"
+        )
     remote = isinstance(root, ObjectURL)
     if not (root.endswith(".beton") if remote else is_beton(root)):
         return Images(root, dataset, split, division)

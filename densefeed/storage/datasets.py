@@ -10,11 +10,14 @@
     svhn flowers102    and there is a network
     domainnet/NAME     clipart infograph painting quickdraw real sketch: <root>/<name>_train.txt
                        and _test.txt, as published
-    list/FILE          lines "path label" or "class/file", paths relative to the root
+    list/FILE          lines "path label" or "class/file", paths relative to the root; in a .csv
+                       also "path,label", or a header that names these columns
     classes/FILE       the class folders of the root that FILE names, one per line, in its order
                        (ImageNet-100)
     share/PERCENT      a fixed share of the images of every class folder (ImageNet 1, 5, 10, 50 %)
     hfds/NAME          as timm reads it
+
+What package.module:factory makes is read by dataset_items.py.
 
 Number and names of the classes belong to a dataset, not to a split. Lists whose file names differ
 only in the word for the split (a_train.txt, a_test.txt) are therefore read together for them, so a
@@ -22,6 +25,7 @@ class without images in one split has the same number and name in both. Datasets
 are returned as PNG, so all other code reads encoded images only.
 """
 
+import csv
 import io
 import os
 import re
@@ -58,6 +62,7 @@ from densefeed.storage.object_images import ObjectImages, read_objects
 from densefeed.storage.parquet_files import ParquetImages
 from densefeed.storage.tar_files import TarImages
 from densefeed.system.errors import UserError, explain_os_error, first_line
+from densefeed.system.factories import is_factory
 from densefeed.system.files import find_path_fault, is_folder, open_regular, read_lines
 from densefeed.system.object_url import ObjectURL, check_local
 from densefeed.system.terminal import print
@@ -77,6 +82,8 @@ DOMAINS = {
 DOMAIN_CLASSES = 345
 # Times that links may lead to folders read before. Two in each folder of a chain lead to 2^n.
 MOST_REPEATS = 1024
+# Columns of a CSV, with a header, in lower case.
+PATH_COLUMNS, LABEL_COLUMN = ("path", "file", "filename", "file_name", "image"), "label"
 # Splits of torchvision's datasets, and their files for messages.
 TORCHVISION = {
     "cifar10": (("train", "test"), "the folder cifar-10-batches-py of cifar-10-python.tar.gz"),
@@ -119,7 +126,7 @@ class Entry(NamedTuple):
 
     line: int  # from 1
     path: str
-    label: int | None
+    label: int | str | None  # in a CSV also the name of a class
 
 
 class TimmDataset(NamedTuple):
@@ -151,9 +158,15 @@ def find(root: Path | ObjectURL, dataset: str, split: str) -> Found:
     kind, _, rest = dataset.partition("/")
     if kind in ("list", "classes") and rest:
         check_file(root, kind, rest)
+    if is_factory(dataset):
+        raise UserError(
+            f"--dataset {dataset} is labeled, packed and audited, and here files are read; give a "
+            ".beton, which `densefeed pack` makes of it, or in Python the dataset to open_loader"
+        )
     if dataset and kind not in (*FINDERS, "hfds"):
         raise UserError(
             f"--dataset {dataset} is unknown; give none for a folder of class folders, "
+            "package.module:factory for a dataset of your own, "
             f"or one of {', '.join([*FINDERS, 'hfds'])} (see --help)"
         )
     if not isinstance(root, ObjectURL):
@@ -400,7 +413,7 @@ def read_list(root: Path, file: Path, classes: int = 0) -> Listed:
     The lists of the other splits beside it (`sibling_lists`) are read for the classes only. Without
     labels the classes are the first folders below those that all images share, sorted, of all these
     lists; hidden and system names are left out. With labels there are `classes` classes, or one
-    more than the highest label in all lists.
+    more than the highest label in all lists. Names in place of labels are the classes, sorted.
 
     Raises UserError that names an invalid line, also if the first or the last image is not below
     `root`. It only prints how many others are missing, because readers may skip them.
@@ -418,6 +431,12 @@ def read_list(root: Path, file: Path, classes: int = 0) -> Listed:
                 f"{with_labels} has labels and {without} has none, though by their names they are "
                 "splits of one dataset; give labels to both or neither, or move one to another "
                 "folder"
+            )
+        if theirs and isinstance(theirs[0].label, str) != isinstance(own[0].label, str):
+            raise UserError(
+                f"{file} and {other} are splits of one dataset by their names, and one has numbers "
+                "for labels and the other names of classes; write the same in both, or move one to "
+                "another folder"
             )
         # They add classes, but no images.
         lists.append(theirs)
@@ -437,6 +456,9 @@ def read_list(root: Path, file: Path, classes: int = 0) -> Listed:
         folders = find_classes(own_paths, file)
         names = sorted({*folders, *(take_class(path) for paths in other_paths for path in paths)})
         labels = np.searchsorted(names, folders)
+    elif isinstance(own[0].label, str):
+        names = sorted({entry.label for entries in lists for entry in entries})
+        labels = np.searchsorted(names, [entry.label for entry in own])
     else:
         # A list with labels may hold several splits: train/cat/1.jpg and val/cat/2.jpg.
         every_path = [path for paths in (own_paths, *other_paths) for path in paths]
@@ -470,8 +492,8 @@ def read_entries(file: Path, most: int) -> list[Entry]:
     that names an invalid line.
     """
     entries, system = [], set()
-    for number, line in read_lines(file):
-        path, *last = line.rsplit(maxsplit=1)
+    for number, line, cells in read_rows(file):
+        path, *last = cells or line.rsplit(maxsplit=1)
         label = None
         # A signed or fractional number is taken for a wrong label and not for a part of the path.
         if last and re.fullmatch(r"[-+]?\d+(\.\d*)?", last[0]):
@@ -483,6 +505,8 @@ def read_entries(file: Path, most: int) -> list[Entry]:
                     f"a label is an integer from 0 to {most - 1:,}, fix the list"
                 )
             label = int(digits)
+        elif cells:
+            (label,) = last
         else:
             path = line
         if fault := find_path_fault(path):
@@ -495,7 +519,12 @@ def read_entries(file: Path, most: int) -> list[Entry]:
                 f"{file}, line {number}: {path} has no label and no folder; a line is "
                 '"path label", with an integer from 0 as label, or "class/file"'
             )
-        if entries and (label is None) != (entries[0].label is None):
+        if entries and type(label) is not type(entries[0].label):
+            if None not in (label, entries[0].label):
+                raise UserError(
+                    f"{file}, line {number}: some labels are numbers and some names of classes, as "
+                    f"in line {entries[0].line} and this one; write all in one way"
+                )
             raise UserError(
                 f"{file}, line {number}: some lines end in a label and some do not, as line "
                 f"{entries[0].line} and this one; a label is an integer from 0 to {most - 1:,}, "
@@ -509,6 +538,38 @@ def read_entries(file: Path, most: int) -> list[Entry]:
     if system:
         print(f"{file}: {describe_system(system)}")
     return entries
+
+
+def read_rows(file: Path) -> Iterator[tuple[int, str, list[str]]]:
+    """Yield the lines of a list, and of a CSV the path and the label in each, else [].
+
+    A CSV is known by its ending. Without a header that names the columns it has two. Lines without
+    a comma are those of any list. UserError that names an invalid line.
+    """
+    width, columns = 2, [0, 1]
+    for line_number, (number, line) in enumerate(read_lines(file)):
+        cells = next(csv.reader([line])) if file.suffix.lower() == ".csv" else []
+        cells = [cell.strip() for cell in cells]
+        names = [cell.lower() for cell in cells]
+        if len(cells) > 1 and not line_number and LABEL_COLUMN in names:
+            paths = [names.index(name) for name in PATH_COLUMNS if name in names]
+            if len(paths) != 1:
+                raise UserError(
+                    f"{file}, line {number} names {len(paths)} columns of paths; call one, and no "
+                    f"other, {PATH_COLUMNS[0]!r} (or {', '.join(PATH_COLUMNS[1:])})"
+                )
+            width, columns = len(cells), [paths[0], names.index(LABEL_COLUMN)]
+            continue
+        if len(cells) < 2:
+            yield number, line, []
+            continue
+        path, label = (cells[n] for n in columns) if len(cells) == width else ("", "")
+        if not path or not label:
+            raise UserError(
+                f"{file}, line {number} has no path and label in its {len(cells)} columns; write "
+                '"path,label", or name the columns path and label in the first line'
+            )
+        yield number, line, [path, label]
 
 
 def name_labels(every: Sequence[int], images_folders: Sequence[str], classes: int) -> list[str]:

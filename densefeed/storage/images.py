@@ -11,7 +11,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import numpy as np
 import tyro
@@ -161,8 +161,8 @@ class Images:
 
     Args:
         root: the folder of the dataset, by default an ImageFolder; also one in object storage.
-        dataset: empty for a folder of class folders; a name of datasets.py; or a name of timm,
-            `hfds/...`.
+        dataset: empty for a folder of class folders; a name of datasets.py; a name of timm,
+            `hfds/...`; or, for an object in place of a name, its DatasetItems.
         split: the split; for a folder that holds `train/` and `val/`, one of these names.
         division: how the training split is divided, if `split` is to be a part of it: `train` or
             `val`.
@@ -184,7 +184,7 @@ class Images:
     def __init__(
         self,
         root: Path | ObjectURL,
-        dataset: str = "",
+        dataset: Any = "",
         split: str = "train",
         division: SplitOptions = WHOLE,
         whole: "Images | None" = None,
@@ -194,14 +194,18 @@ class Images:
         if division.val_fraction:
             self._divide(whole or Images(root, dataset), division)
             return
-        found = datasets.find(self.root, dataset, split)
+        is_named = isinstance(dataset, str)
+        found = datasets.find(self.root, dataset, split) if is_named else dataset
         self.paths, self.labels, self.class_names = found.paths, found.labels, found.class_names
         self.open, self.where = found.open, found.where
-        # A list is of one split; a folder of class folders has no folders of splits.
-        folder = dataset.partition("/")[0] in ("", "classes", "share")
-        whole = folder and getattr(found, "root", None) == self.root
-        self._reads_split = not (whole or dataset.startswith("list/"))
         self._blocks = getattr(found, "blocks", None)
+        self._measure = getattr(found, "measure", self._measure_file)
+        self._sampling, self._reads_split = getattr(found, "sampling", 1), False
+        if is_named:
+            # A list is of one split; a folder of class folders has no folders of splits.
+            folder = dataset.partition("/")[0] in ("", "classes", "share")
+            whole = folder and getattr(found, "root", None) == self.root
+            self._reads_split = not (whole or dataset.startswith("list/"))
 
     def _divide(self, whole: "Images", division: SplitOptions) -> None:
         """Become the training or the validation part of `whole`."""
@@ -222,6 +226,8 @@ class Images:
         self.paths = [whole.paths[row] for row in rows.tolist()]
         self.open = lambda index: whole.open(rows[index])
         self.where = lambda index: whole.where(rows[index])
+        self._measure = lambda index: whole._measure(int(rows[index]))
+        self._sampling = whole._sampling
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -283,7 +289,7 @@ class Images:
         """Hash all paths and labels in order, and the byte sizes of sampled files, by SHA-256.
 
         `rows` are consecutive images, by default all. The sample is up to `sized` evenly spaced
-        files of them.
+        files of them. For items of a dataset, which are fewer, hashes stand for the sizes.
         """
         rows = range(len(self)) if rows is None else rows
         part = slice(rows.start, rows.stop)
@@ -296,12 +302,15 @@ class Images:
         None for a file that cannot be opened: the error is raised when the image itself is read.
         """
         rows = range(len(self)) if rows is None else rows
-        sizes: FileSizes = {}
-        for place in sample_evenly(len(rows), sized).tolist():
-            sizes[rows[place]] = None
-            with suppress(OSError), self.open(rows[place]) as file:
-                sizes[rows[place]] = file.seek(0, io.SEEK_END)
-        return sizes
+        # Both ends of a shard.
+        most = max(min(sized, 2), sized // self._sampling)
+        places = sample_evenly(len(rows), most).tolist()
+        return {rows[place]: self._measure(rows[place]) for place in places}
+
+    def _measure_file(self, index: int) -> int | None:
+        with suppress(OSError), self.open(index) as file:
+            return file.seek(0, io.SEEK_END)
+        return None
 
 
 def crop_resize(

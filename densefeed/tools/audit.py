@@ -42,6 +42,7 @@ from densefeed.storage.row_codecs import cell_targets
 from densefeed.storage.store_folder import open_rows, read_manifest
 from densefeed.system.devices import DeviceOptions, ThreadOptions
 from densefeed.system.errors import UserError, make_command
+from densefeed.system.factories import is_factory
 from densefeed.system.files import check_ending, replace_file
 from densefeed.system.options import Bounds, own_first
 from densefeed.system.provenance import check_replaceable, write_json
@@ -67,7 +68,7 @@ class AuditOptions(SplitOptions, DecodeOptions, ThreadOptions, DeviceOptions):
     json: Path | None = None  # JSON file to write the numbers to; default: beside the HTML
     data: Path | None = None  # images of the maps: a folder, or the root that --dataset needs
     # name of the dataset, from the list in the --help of packing, if the data is not a folder of
-    # class folders
+    # class folders; or, in place of --data, package.module:factory, which returns a dataset
     dataset: str = ""
     # split of the images; with --val-fraction, as in labeling, train or val
     split: str = "train"
@@ -90,9 +91,14 @@ class AuditOptions(SplitOptions, DecodeOptions, ThreadOptions, DeviceOptions):
         if not self.teacher:
             names = "model", "class_map", "input_size", "images", "crops", "threads", "device"
             found |= dict.fromkeys(names, "--teacher")
-        if self.data is None:
+        if not self.has_images:
             found |= dict.fromkeys(("dataset", "split", "max_pixels"), "--data")
         return found
+
+    @property
+    def has_images(self) -> bool:
+        """Whether the images are given."""
+        return self.data is not None or is_factory(self.dataset)
 
 
 def main(options: AuditOptions) -> None:
@@ -102,7 +108,7 @@ def main(options: AuditOptions) -> None:
     """
     limit_pixels(options.max_pixels)
     path = options.maps
-    if options.teacher and options.data is None:
+    if options.teacher and not options.has_images:
         raise UserError("--teacher needs the images; pass them with --data")
     if path.is_dir():
         read_manifest(path)
@@ -114,7 +120,7 @@ def main(options: AuditOptions) -> None:
     check_ending(numbers, ".json", "--json")
     check_replaceable(numbers, "checks", "--json" if options.json else "--out")
     images = None
-    if options.data:
+    if options.has_images:
         images = open_images(options.data, options.dataset, options.split, options)
         images.describe_split()
     references = open_references(options) if options.teacher else None

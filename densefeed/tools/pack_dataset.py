@@ -16,7 +16,9 @@ their lists); list/FILE, lines of "path label" or "class/file" (if two lists hav
 only in train and test, as a_train.txt and a_test.txt, both define the classes of each);
 classes/FILE, the class folders that the file names (ImageNet-100); share/10, that percentage of the
 images of every class folder; tar (WebDataset) or parquet (Hugging Face), shards, which are also
-recognized without it; hfds/NAME, read by timm.
+recognized without it; hfds/NAME, read by timm. Or, in place of --data, package.module:factory: a
+function that is called without arguments and returns a dataset with len() and (image, label) for
+[index].
 
 JPEGs keep every pixel: they are transcoded losslessly and get an index, so that a crop can be
 decoded without the rest (--no-index keeps their bytes too). Images that are not gray or RGB JPEGs
@@ -97,11 +99,13 @@ class Packing(SplitOptions, DecodeOptions, ThreadOptions):
 
     # folder that holds train/ and val/, folder of class folders, or of tar or Parquet files, all
     # also as s3://BUCKET/FOLDER; a .beton; the root of --dataset
-    data: Location
+    data: Location | None = None
     out: Path  # the .beton to write
     # score maps of this data: HDF5 file, or folder of shards, also s3://BUCKET/FOLDER
     maps: Location | None = None
-    dataset: str = ""  # a name from the list above, if not a folder of class folders
+    # a name from the list above, if not a folder of class folders; or, in place of --data,
+    # package.module:factory
+    dataset: str = ""
     # split of the dataset; with --val-fraction, train or val
     split: str = "train"
     # shrink images with a longer side to this side, pixels; 0: never
@@ -141,7 +145,7 @@ def main(packing: Packing) -> None:
     images.describe_split()
     # A validation split may have images of one class.
     if packing.split in SPLITS[0]:
-        check_two_classes(packing.data, images.class_names, images.labels)
+        check_two_classes(images.root, images.class_names, images.labels)
     fingerprint, fields = images.fingerprint(), []
     store, rows = open_maps(packing, images) if packing.maps else (None, None)
     notes = {"class_names": images.class_names, "fingerprint": fingerprint}
@@ -216,7 +220,7 @@ def refuse(reasons: list[str], writer: BetonWriter) -> None:
 def open_maps(packing: Packing, images: Images) -> tuple[ScoreMapStore, np.ndarray]:
     """Open the score maps; return them and the row of each image. UserError as `find_rows`."""
     store = ScoreMapStore(make_local(packing.maps))
-    rows = find_rows(store, images, packing.data, packing.split)
+    rows = find_rows(store, images, images.root, packing.split)
     if store.error:
         print(f"{packing.maps} is compact; the .beton inherits its error: {store.error}")
     return store, rows

@@ -22,6 +22,7 @@ from densefeed.relabel.audit import measure_accuracy, print_accuracy
 from densefeed.relabel.estimates import estimate_pass
 from densefeed.relabel.labeling import begin_pass, score_batches, unfinished_batches
 from densefeed.relabel.rendering import PillowRender
+from densefeed.relabel.run import describe_training
 from densefeed.relabel.scoring import Scorer, keep, to_maps
 from densefeed.relabel.teacher import Teacher, weights_hash
 from densefeed.storage.images import Images, decode
@@ -476,7 +477,7 @@ def test_outside_a_teacher_that_was_trained_on_the_images_is_told(settings, tmp_
     state = {"model": timm.create_model("test_resnet", num_classes=2).state_dict()}
     for fingerprint, file in ((images.fingerprint(), run / "last.pt"), ("f", tmp_path / "x.pt")):
         torch.save(state | {"fingerprint": fingerprint}, file)
-    describe, teachers = relabel_imagenet.describe_training, [str(run), str(tmp_path / "x.pt")]
+    describe, teachers = describe_training, [str(run), str(tmp_path / "x.pt")]
     told = f"note: {run} was trained on these images"
     assert describe(teachers, images.fingerprint()) == f"{told}; on new images the maps are worse"
     (run / "result.json").write_text('{"top1": 0.5, "top1_ema": 0.625}')
@@ -514,7 +515,7 @@ def test_the_command_compiles_as_its_option_says(settings, monkeypatch, mode, wa
         passed.append(compiled)
         raise UserError("this test ends here")
 
-    monkeypatch.setattr(relabel_imagenet, "begin_pass", begin)
+    monkeypatch.setattr("densefeed.relabel.run.begin_pass", begin)
     with pytest.raises(UserError, match="this test ends here"):
         relabel_imagenet.main(replace(settings, compile=mode))
     assert passed == [want]

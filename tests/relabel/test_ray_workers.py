@@ -16,7 +16,6 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from densefeed.system.errors import UserError
-from densefeed.tools import relabel_imagenet
 from densefeed.tools.relabel_imagenet import Labeling, main
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +74,7 @@ def test_the_driver_prints_the_accuracy_when_its_workers_have_ended(
         for _ in range(workers):
             label(labeling)
 
-    monkeypatch.setattr(relabel_imagenet, "run_on_ray", run)
+    monkeypatch.setattr("densefeed.relabel.run.run_on_ray", run)
     engine = ["--engine", "ray", "--num-workers", "2", "--gpus-per-worker", "0.5"]
     main(tyro.cli(Labeling, args=[*words, "--out", str(tmp_path / "maps"), *engine]))
     assert capsys.readouterr().out.count("accuracy of the stored maps") == 1

@@ -7,6 +7,7 @@ import hashlib
 import io
 import os
 import pickle
+import re
 import subprocess
 import tarfile
 from types import SimpleNamespace
@@ -938,3 +939,61 @@ def test_a_list_with_labels_may_hold_several_splits(folder, tmp_path):
     lines = [f"{path} {int('dog' in path)}\n" for path in paths]
     (tmp_path / "all.txt").write_text("".join(lines))
     assert Images(folder, f"list/{tmp_path / 'all.txt'}").class_names == ["cat", "dog"]
+
+
+# ------------------------------------------------------------------------- CSV
+
+
+def write_table(root, name, text):
+    """Write a CSV, and an empty file for each path in it."""
+    (root / name).write_text(text)
+    for path in re.findall(r"[\w /]+\.jpg", text):
+        (root / path).parent.mkdir(exist_ok=True)
+        (root / path).touch()
+    return f"list/{root / name}"
+
+
+@pytest.mark.parametrize(
+    ("text", "paths", "labels", "names"),
+    [
+        ("1.jpg,dog\n2.jpg,cat\n", ["1.jpg", "2.jpg"], [1, 0], ["cat", "dog"]),
+        ("1.jpg, 1\n2.jpg, 0\n", ["1.jpg", "2.jpg"], [1, 0], ["0", "1"]),
+        ("path,label\n1.jpg,dog\n2.jpg,cat\n", ["1.jpg", "2.jpg"], [1, 0], ["cat", "dog"]),
+        ('Label,n,FileName\n0,"a,b",a b.jpg\n1,3,c.jpg', ["a b.jpg", "c.jpg"], [0, 1], ["0", "1"]),
+        ("image,label\na/1.jpg,1\nb/2.jpg,0\n", ["a/1.jpg", "b/2.jpg"], [1, 0], ["b", "a"]),
+        # As in every list.
+        ("cat/1.jpg 0\ndog/2.jpg 1\n", ["cat/1.jpg", "dog/2.jpg"], [0, 1], ["cat", "dog"]),
+    ],
+)
+def test_outside_a_csv_lists_paths_and_labels(tmp_path, text, paths, labels, names):
+    found = Images(tmp_path, write_table(tmp_path, "some.csv", text))
+    assert (found.paths, found.labels.tolist(), found.class_names) == (paths, labels, names)
+
+
+def test_outside_classes_named_in_a_csv_are_those_of_all_splits(tmp_path):
+    val = write_table(tmp_path, "my_val.csv", "path,label\n1.jpg,dog\n2.jpg,ant\n")
+    write_table(tmp_path, "my_train.csv", "path,label\n3.jpg,cat\n")
+    images = Images(tmp_path, val)
+    assert (images.labels.tolist(), images.class_names) == ([2, 0], ["ant", "cat", "dog"])
+    write_table(tmp_path, "my_train.csv", "path,label\n3.jpg,4\n")
+    with pytest.raises(UserError, match=r"one has numbers for labels and the other names of class"):
+        Images(tmp_path, val)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("label,text\n0,1.jpg\n", r"line 1 names 0 columns of paths; call one, and no other, '"),
+        ("label,path,file\n0,1.jpg,1.jpg\n", "line 1 names 2 columns of paths"),
+        ("1.jpg,0,7\n", r"line 1 has no path and label in its 3 columns; write \"path,label\", or"),
+        ("path,label\n1.jpg,\n", "line 2 has no path and label in its 2 columns"),
+        ("path,label\n1.jpg,0,5\n", "line 2 has no path and label in its 3 columns"),
+        ("1.jpg,0\n2.jpg,cat\n", "line 2: some labels are numbers and some names of classes, as"),
+        ("1.jpg,cat\n1.jpg,dog\n", "line 2 gives 1.jpg the label dog, and line 1 the label cat"),
+        ("1.jpg,-1\n", "line 1 ends in -1; a label is an integer"),
+        ("../1.jpg,cat\n", "line 1: ../1.jpg .*paths in a list are relative to --data"),
+    ],
+)
+def test_outside_bad_tables_are_refused_by_name(tmp_path, text, said):
+    with pytest.raises(UserError, match=rf"some\.csv, {said}"):
+        Images(tmp_path, write_table(tmp_path, "some.csv", text))

@@ -19,6 +19,7 @@ from densefeed import native
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
+from densefeed.relabel.run import Labeling, begin
 from densefeed.storage import indexed_jpeg
 from densefeed.storage.beton import JPEG, PLANES, RAW, Beton, print_list, verify, verify_files
 from densefeed.storage.beton_writer import BetonWriter
@@ -26,7 +27,6 @@ from densefeed.storage.images import Images
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError
 from densefeed.tools.pack_dataset import Packing, main
-from densefeed.tools.relabel_imagenet import Labeling, begin
 
 from ..stores import write_reordered
 

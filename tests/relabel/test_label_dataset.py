@@ -1,0 +1,267 @@
+"""densefeed.label and --dataset package.module:factory: the maps are those of a folder of files."""
+
+import inspect
+import re
+import time
+
+import h5py
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
+
+import densefeed
+from densefeed.relabel.run import Labeling
+from densefeed.storage.score_maps import ScoreMapStore
+from densefeed.storage.shard_plan import PARTS, shards_folder
+from densefeed.storage.store_folder import read_manifest
+from densefeed.system.errors import UserError
+
+from ..fixtures import photograph
+from ..runs import label_words
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+COUNT = 13
+HOW = dict(input_size=64, top_k=2, device="cpu", threads=2, batch=4)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """PNGs of two classes, of different sizes."""
+    root, rng = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
+    for number in range(COUNT):
+        path = root / ("cat", "dog")[number % 2] / f"{number:03d}.png"
+        path.parent.mkdir(exist_ok=True)
+        photograph(rng, *rng.integers(30, 80, 2).tolist()).save(path)
+    return root
+
+
+@pytest.fixture(scope="module")
+def teacher():
+    torch.manual_seed(0)
+    return timm.create_model("test_resnet", num_classes=2)
+
+
+@pytest.fixture(scope="module")
+def maps(photos, teacher, tmp_path_factory):
+    """The maps of the folder."""
+    return densefeed.label(photos, teacher, tmp_path_factory.mktemp("maps") / "maps.h5", **HOW)
+
+
+def check_equal(store, other, rows=None):
+    """All bits of the maps and labels are those of `rows` of the other."""
+    rows = np.arange(len(other)) if rows is None else np.array(rows)
+    for one, two in zip(store.rows(np.arange(len(store))), other.rows(rows), strict=True):
+        np.testing.assert_array_equal(one, two)
+    np.testing.assert_array_equal(store.labels, other.labels[rows])
+
+
+FORMS = {
+    "pillow": None,
+    "arrays": np.asarray,
+    "tensors": v2.PILToTensor(),
+    "floats": v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_outside_maps_of_a_dataset_are_those_of_its_files(photos, teacher, maps, tmp_path, form):
+    dataset = ImageFolder(photos, transform=FORMS[form])
+    store = densefeed.label(dataset, teacher, tmp_path / "maps.h5", **HOW)
+    check_equal(store, maps)
+    assert store.header.class_names == ("cat", "dog")
+    assert store.image_path(7) == "item-00000007"
+
+
+def test_outside_a_subset_has_the_maps_of_its_items(photos, teacher, maps, tmp_path):
+    rows = [9, 2, 11, 4]
+    subset = torch.utils.data.Subset(ImageFolder(photos), rows)
+    check_equal(densefeed.label(subset, teacher, tmp_path / "maps.h5", **HOW), maps, rows)
+
+
+def test_outside_options_are_those_of_the_command(photos, teacher, tmp_path, capsys):
+    assert densefeed.label(photos, teacher, tmp_path / "maps.h5", dry_run=True, **HOW) is None
+    assert "nothing was written" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(TypeError, match="has no option 'inputs'"):
+        densefeed.label(photos, teacher, tmp_path / "maps.h5", inputs=3)
+    with pytest.raises(UserError, match="--top-k is 0, and must be at least 1"):
+        densefeed.label(photos, teacher, tmp_path / "maps.h5", top_k=0)
+    for name in ("data", "teacher", "out"):
+        assert name in inspect.signature(Labeling).parameters
+    with pytest.raises(TypeError, match="has no option 'data'"):
+        densefeed.label(photos, teacher, tmp_path / "maps.h5", data=photos)
+    with pytest.raises(UserError, match="--engine ray starts processes, which a dataset or a mod"):
+        densefeed.label(ImageFolder(photos), teacher, tmp_path / "maps.h5", engine="ray")
+    both = densefeed.label(photos, [teacher, teacher], tmp_path / "both", **HOW)
+    assert both.header.teacher.startswith("ResNet + ResNet ")
+
+
+def test_outside_labeling_again_labels_what_is_new(photos, teacher, tmp_path, capsys):
+    """Into a folder: items that were added are labeled, and the shards before them kept."""
+    items, out = list(ImageFolder(photos)), tmp_path / "maps"
+    how = HOW | {"shard_images": 4}
+    densefeed.label(items[:8], teacher, out, **how)
+    before = {shard.sha256 for shard in read_manifest(out).shards}
+    store = densefeed.label(items, teacher, out, **how)
+    assert len(before & {shard.sha256 for shard in read_manifest(out).shards}) >= 1
+    check_equal(store, densefeed.label(items, teacher, tmp_path / "whole", **how))
+
+
+def test_outside_maps_of_a_dataset_that_changed_are_refused(photos, teacher, maps, tmp_path):
+    """It shrank, has another order, or has other pixels: in the loader and in the next labeling."""
+    items, how = list(ImageFolder(photos)), dict(batch=4, size=32, threads=1)
+    store = densefeed.label(items, teacher, tmp_path / "maps.h5", **HOW)
+    shrunk, reordered = items[:-1], [*items[2::-1], *items[3:]]
+    replaced = [(Image.eval(image, lambda v: 255 - v), label) for image, label in items]
+    for changed in (shrunk, reordered, replaced):
+        with pytest.raises(
+            UserError, match="holds the maps of another dataset than the dataset li"
+        ):
+            densefeed.open_loader(changed, score_maps=store.path, **how)
+        with pytest.raises(UserError, match="exists already; remove it or choose another --out"):
+            densefeed.label(changed, teacher, store.path, **HOW)
+
+
+def test_outside_a_loader_of_a_dataset_gives_the_batches_of_its_folder(photos, teacher, maps):
+    """Images, labels and maps of every batch, with validation images held out by either."""
+    how = dict(batch=4, size=32, threads=2, seed=3)
+    dataset = ImageFolder(photos)
+    store = densefeed.label(dataset, teacher, maps.path.with_name("dataset.h5"), **HOW)
+    with (
+        densefeed.open_loader(photos, score_maps=maps.path, **how) as files,
+        densefeed.open_loader(dataset, score_maps=store.path, **how) as items,
+    ):
+        for one, two in zip(files.batches(1), items.batches(1), strict=True):
+            for field in ("image", "label", "view", "map_logit", "map_class", "map_lse", "window"):
+                assert torch.equal(getattr(one, field), getattr(two, field)), field
+    parts = []
+    for train in (True, False):
+        more = dict(score_maps=store.path) if train else {}
+        with densefeed.open_loader(dataset, val_fraction=0.3, train=train, **more, **how) as loader:
+            parts.append(loader.plan.num_samples)
+    assert sum(parts) == COUNT
+    with pytest.raises(
+        UserError, match="dataset names what a folder holds, and a dataset was give"
+    ):
+        densefeed.open_loader(dataset, dataset="cifar10", **how)
+
+
+# ------------------------------------------------------------------------- the command
+
+MODULE = """
+import time
+from pathlib import Path
+from torchvision.datasets import ImageFolder
+
+class Slow(ImageFolder):
+    def __getitem__(self, index):
+        time.sleep(SECONDS)
+        return super().__getitem__(index)
+
+def make():
+    return Slow(PHOTOS)
+
+def make_fewer():
+    dataset = make()
+    dataset.samples = dataset.samples[:-1]
+    return dataset
+"""
+
+
+@pytest.fixture
+def words(photos, tmp_path):
+    """The command that labels the dataset of a module, up to --out."""
+    # The name is new in each test: the process that runs commands keeps the modules it imports.
+    name = f"photos_{tmp_path.name}"
+    text = MODULE.replace("SECONDS", "0.05").replace("PHOTOS", repr(str(photos)))
+    (tmp_path / f"{name}.py").write_text(text)
+    found = label_words(photos, tmp_path, "--input-size", 64, "--batch", 1)
+    at = found.index("--data")
+    found[at : at + 2] = ["--dataset", f"{name}:make"]
+    found[0] = densefeed.__path__[0] + "/tools/relabel_imagenet.py"
+    return [*found, "--out"]
+
+
+def find_errors(done):
+    """List the lines of stderr without the warning of a busy machine."""
+    return [line for line in done.stderr.splitlines() if not line.startswith("warning: other proc")]
+
+
+def count_done(out):
+    """Count the rows done of the only shard of a file to be, without HDF5's locking."""
+    try:
+        (part,) = (shards_folder(out) / PARTS).glob("*.h5.part")
+        with h5py.File(part, "r", locking=False) as file:
+            return int(file["done"][:].sum())
+    except (OSError, ValueError):
+        return 0
+
+
+def test_outside_a_dataset_of_a_module_is_labeled_resumed_and_shared(
+    words, photos, tmp_path, command
+):
+    """Killed with SIGKILL and resumed, and by two workers: the bytes of one undisturbed command."""
+    killed, whole, shared = (tmp_path / f"{name}.h5" for name in ("killed", "whole", "shared"))
+    with command.start(*words, killed, cwd=tmp_path) as process:
+        deadline = time.monotonic() + 120
+        while process.poll() is None and time.monotonic() < deadline and count_done(killed) < 2:
+            time.sleep(0.002)
+        process.kill()
+    assert not killed.exists()
+    assert 2 <= count_done(killed) < COUNT
+    again = command(*words, killed, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert re.search(rf"\d+ of {COUNT} are labeled already", again.stdout)
+    done = command(*words, whole, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert killed.read_bytes() == whole.read_bytes()
+    more = "--shard-images", 4
+    one, two = (command.start(*words, shared, *more, cwd=tmp_path) for _ in range(2))
+    with one, two:
+        ends = [process.communicate() for process in (one, two)]
+    assert (one.returncode, two.returncode) == (0, 0), ends
+    check_equal(ScoreMapStore(shared), ScoreMapStore(whole))
+    labeled = [re.findall(r"shard \w+: \d+ images", out) for out, _ in ends]
+    assert all(labeled), ends
+
+
+def test_outside_audit_and_pack_take_the_dataset_of_a_module(words, tmp_path, command):
+    out, name = tmp_path / "maps.h5", words[words.index("--dataset") + 1]
+    assert command(*words, out, cwd=tmp_path).returncode == 0
+    tools = densefeed.__path__[0] + "/tools"
+    audit = f"{tools}/audit.py", out, "--dataset"
+    done = command(*audit, name, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"each of {COUNT} images has its row, in order" in " ".join(done.stdout.split())
+    fewer = command(*audit, f"{name}_fewer", cwd=tmp_path)
+    assert fewer.returncode == 2
+    pack = f"{tools}/pack_dataset.py", "--maps", out, "--out", tmp_path / "a.beton", "--dataset"
+    done = command(*pack, name, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    with densefeed.open_loader(tmp_path / "a.beton", batch=4, size=32, threads=1) as loader:
+        assert (loader.num_classes, loader.score_maps.top_k) == (2, 2)
+    fewer = command(*pack, f"{name}_fewer", cwd=tmp_path)
+    assert fewer.returncode == 2
+    (line,) = find_errors(fewer)
+    assert "13 maps for 12 images, fingerprints differ" in line
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ("nowhere_at_all:make", "nowhere_at_all:make failed (ModuleNotFoundError: No module named"),
+        ("json:nothing", "json:nothing failed (AttributeError: "),
+        ("time:time", "time:time is a float, and not a map-style dataset; give an object that has"),
+        ("", "--data is missing; give the folder of the images, or --dataset package.module:fac"),
+    ],
+)
+def test_outside_a_wrong_dataset_ends_with_one_sentence(words, tmp_path, command, dataset, message):
+    words[words.index("--dataset") + 1] = dataset
+    done = command(*words, tmp_path / "maps.h5", cwd=tmp_path)
+    assert done.returncode == 2
+    assert [message in line for line in find_errors(done)] == [True], done.stderr
+    assert not (tmp_path / "maps.h5").exists()

@@ -49,7 +49,7 @@ from benchmarks.harness import (
 )
 from benchmarks.peers import SMOOTHING, pool_maps
 from densefeed.models import checkpoints  # noqa: F401  (registers our models with timm)
-from densefeed.objectives.losses import class_token_loss, fused_token_loss, token_loss
+from densefeed.objectives.losses import fused_token_loss, sparse_loss
 from densefeed.pipelines.batch import Batch, ScoreMapSpec
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.targets import SparseTargets, TargetRules, palette_maps, sparse_targets
@@ -222,7 +222,7 @@ def make_head_step(benchmark: TargetBenchmark, device: torch.device) -> HeadStep
 soft_cross_entropy = SoftTargetCrossEntropy()
 
 
-def sparse_loss(step: LossStep) -> Tensor:
+def train_loss(step: LossStep) -> Tensor:
     """Compute our loss as train.py does."""
     rules = TargetRules(smoothing=SMOOTHING)
     # Both grids share the maps' palettes, half the time of a call of sparse_targets.
@@ -230,7 +230,7 @@ def sparse_loss(step: LossStep) -> Tensor:
     whole, tokens = (
         sparse_targets(step.batch, step.spec, side, rules, maps) for side in (1, step.grid)
     )
-    return class_token_loss(step.cls, whole) + TOKEN_WEIGHT * token_loss(step.tokens, tokens)
+    return sparse_loss(step.cls, whole) + TOKEN_WEIGHT * sparse_loss(step.tokens, tokens)
 
 
 def dense_loss(step: LossStep) -> Tensor:
@@ -263,7 +263,7 @@ def fused_loss(step: HeadStep) -> Tensor:
 
 def whole_loss(step: HeadStep) -> Tensor:
     """Compute the head's logits, then our sparse loss, in the tokens' dtype."""
-    return token_loss(F.linear(step.tokens, step.weight, step.bias), step.targets)
+    return sparse_loss(F.linear(step.tokens, step.weight, step.bias), step.targets)
 
 
 # ------------------------------------------------------------------------- measuring
@@ -341,7 +341,7 @@ def loss_errors(step: LossStep) -> tuple[float, float]:
     The loss's error is relative; the gradient's is the largest absolute one.
     """
     drop_gradients(step)
-    loss = sparse_loss(step)
+    loss = train_loss(step)
     loss.backward()
     N, want, errors = len(step.cls), 0.0, []
     # All at once, float64 maps of 21,841 classes would take 7 GB.
@@ -385,7 +385,7 @@ def head_errors(step: HeadStep) -> tuple[float, float]:
 
 # What --compare compares: the inputs, the two losses, and the errors of the first.
 CONTESTS = {
-    "dense": (make_step, {"sparse": sparse_loss, "dense": dense_loss}, loss_errors),
+    "dense": (make_step, {"sparse": train_loss, "dense": dense_loss}, loss_errors),
     "head": (make_head_step, {"fused": fused_loss, "whole": whole_loss}, head_errors),
 }
 

@@ -29,8 +29,10 @@ if _started not in (["densefeed"], ["densefeed", "-h"], ["densefeed", "--help"])
         from densefeed.api import Loader, build_step, label, open_loader
         from densefeed.objectives import register as register_objective
         from densefeed.objectives.base import Method, Objective
+        from densefeed.objectives.losses import sparse_loss
         from densefeed.pipelines.augment.settings import register_operation
         from densefeed.pipelines.batch import Batch, ScoreMapSpec
+        from densefeed.pipelines.dense_labels import open_score_maps
         from densefeed.pipelines.open import register_loader
         from densefeed.pipelines.plan import EpochPlan
         from densefeed.pipelines.targets import SparseTargets, TargetRules, sparse_targets
@@ -58,9 +60,11 @@ __all__ = [
     "build_step",
     "label",
     "open_loader",
+    "open_score_maps",
     "register_dataset",
     "register_loader",
     "register_objective",
     "register_operation",
+    "sparse_loss",
     "sparse_targets",
 ]

@@ -62,21 +62,17 @@ def weighted_mean(loss: Tensor, weight: Tensor) -> Tensor:
     return (loss * weight).sum() / weight.sum().clamp(min=1e-6)
 
 
-def token_loss(tokens_NTK: Tensor, targets: SparseTargets) -> Tensor:
-    """Compute L_aux of equation 6: the mean over all labeled tokens.
+def sparse_loss(logits: Tensor, targets: SparseTargets) -> Tensor:
+    """Compute the mean cross entropy over all labeled tokens, `[]` (L_aux of equation 6).
 
-    The logits of MixToken are already un-mixed, so targets stay in place.
-    """
-    return weighted_mean(sparse_cross_entropy(tokens_NTK, targets), targets.weight)
-
-
-def class_token_loss(cls_NK: Tensor, targets: SparseTargets) -> Tensor:
-    """Compute H(X_cls, y_cls) with the dense label of the whole crop.
-
-    `targets` are those of a 1 x 1 grid, under MixToken already mixed.
+    `logits` are those of the tokens, `[N, T, K]`, or of the class token, `[N, K]`, whose targets
+    are of a grid of 1 (H(X_cls, y_cls)). Logits of MixToken are already un-mixed, so targets stay
+    in place. Each token counts by its weight in `targets`; without any the loss is 0. Raises
+    ValueError if the shapes do not fit.
     """
     # The class token is a grid of one.
-    return token_loss(cls_NK[:, None], targets)
+    logits_NTK = logits[:, None] if logits.ndim == 2 else logits
+    return weighted_mean(sparse_cross_entropy(logits_NTK, targets), targets.weight)
 
 
 class FusedTokenLoss(torch.autograd.Function):
@@ -104,7 +100,7 @@ class FusedTokenLoss(torch.autograd.Function):
 def fused_token_loss(
     features_NTD: Tensor, weight_KD: Tensor, bias_K: Tensor, targets: SparseTargets
 ) -> Tensor:
-    """Compute `token_loss` of `F.linear(features, weight, bias)` without storing all logits.
+    """Compute `sparse_loss` of `F.linear(features, weight, bias)` without storing all logits.
 
     For heads of many classes. Products are in autocast's dtype where it is enabled, all sums over
     classes and over chunks of rows in float32. Gradients are computed only for tensors that require
@@ -135,8 +131,8 @@ def token_labeling_loss(
     if isinstance(output, TokenFeatures):
         on_tokens = fused_token_loss(output.tokens, output.head.weight, output.head.bias, tokens)
     else:
-        on_tokens = token_loss(output.tokens, tokens)
-    return class_token_loss(output.cls, whole) + token_weight * on_tokens
+        on_tokens = sparse_loss(output.tokens, tokens)
+    return sparse_loss(output.cls, whole) + token_weight * on_tokens
 
 
 def hard_label_loss(

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from densefeed.objectives.base import DenseObjective, StepContext
-from densefeed.objectives.losses import class_token_loss
+from densefeed.objectives.losses import sparse_loss
 from densefeed.pipelines.batch import Batch
 
 
@@ -14,4 +14,4 @@ class ReLabel(DenseObjective):
 
     def loss(self, output: Tensor, batch: Batch, step: StepContext) -> Tensor:
         self.check_logits(output)
-        return class_token_loss(output, self.targets(batch, step)[0])
+        return sparse_loss(output, self.targets(batch, step)[0])

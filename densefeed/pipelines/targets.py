@@ -74,6 +74,12 @@ class SparseTargets(NamedTuple):
     # float32 [N, T], sum of a target: 1 + smoothing / K, as the published smoothing does
     total: Tensor
 
+    def dense(self, num_classes: int) -> Tensor:
+        """Return the targets as a dense tensor, float `[N, T, num_classes]`."""
+        T = self.base.shape[1]
+        dense = self.base[..., None].repeat(1, 1, num_classes)
+        return dense.scatter_add_(2, self.palette[:, None].expand(-1, T, -1), self.extra)
+
 
 # ---------------------------------------------------------------- where a token's samples lie
 

@@ -13,12 +13,11 @@ from densefeed.models.kernels import sparse_cross_entropy as kernels
 from densefeed.models.kernels.fused_head import chunk_rows
 from densefeed.models.token_transformer import TokenFeatures, TokenLogits
 from densefeed.objectives.losses import (
-    class_token_loss,
     fused_token_loss,
     hard_label_loss,
     sparse_cross_entropy,
+    sparse_loss,
     token_labeling_loss,
-    token_loss,
 )
 from densefeed.pipelines.mixing import mix_targets
 from densefeed.pipelines.targets import SparseTargets
@@ -198,18 +197,18 @@ def test_error_on_targets_of_another_grid():
     with pytest.raises(
         ValueError, match="2 images of 9 tokens; make targets for the grid of the model"
     ):
-        token_loss(torch.zeros(2, 9, 7), targets)
+        sparse_loss(torch.zeros(2, 9, 7), targets)
     with pytest.raises(ValueError, match="2 images of 9 tokens"):
         fused_token_loss(torch.zeros(2, 9, 5), torch.zeros(7, 5), torch.zeros(7), targets)
     with pytest.raises(ValueError, match="3 images of 1 tokens"):
-        class_token_loss(torch.zeros(3, 7), random_targets(1, 1, 3, 7)[0])
+        sparse_loss(torch.zeros(3, 7), random_targets(1, 1, 3, 7)[0])
 
 
 def test_token_loss_is_the_mean_over_labeled_tokens():
     targets, dense = random_targets(3, 5, 4, 11)
     logits = torch.randn(3, 5, 11, dtype=torch.float64)
     torch.testing.assert_close(
-        token_loss(logits, targets), dense_loss(logits, dense, targets.weight)
+        sparse_loss(logits, targets), dense_loss(logits, dense, targets.weight)
     )
 
 
@@ -227,10 +226,10 @@ def test_class_token_loss_with_mixed_targets(count):
     share = torch.tensor(0.3, dtype=torch.float64)
     want = dense_loss(logits[:, None], 0.7 * dense + 0.3 * dense.flip(0), weight)
     torch.testing.assert_close(
-        class_token_loss(logits, mix_targets(targets._replace(weight=weight), share)), want
+        sparse_loss(logits, mix_targets(targets._replace(weight=weight), share)), want
     )
     plain = dense_loss(logits[:, None], dense, weight)
-    torch.testing.assert_close(class_token_loss(logits, targets._replace(weight=weight)), plain)
+    torch.testing.assert_close(sparse_loss(logits, targets._replace(weight=weight)), plain)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -241,7 +240,7 @@ def test_loss_is_zero_if_all_weights_are_zero(fused):
     loss = (
         fused_token_loss(features, head.weight, head.bias, targets)
         if fused
-        else token_loss(head(features), targets)
+        else sparse_loss(head(features), targets)
     )
     loss.backward()
     assert loss == 0
@@ -255,7 +254,7 @@ def test_samples_of_weight_zero_do_not_count():
     logits = torch.randn(4, 7, dtype=torch.float64)
     kept = torch.tensor([0, 2, 3])
     want = dense_loss(logits[kept, None], dense[kept], torch.ones(3, 1))
-    torch.testing.assert_close(class_token_loss(logits, targets._replace(weight=weight)), want)
+    torch.testing.assert_close(sparse_loss(logits, targets._replace(weight=weight)), want)
     label = torch.tensor([1, 2, 3, 4])
     hard = hard_label_loss(logits, label, weight[:, 0])
     torch.testing.assert_close(
@@ -288,7 +287,7 @@ def materialized_loss(features, head, targets, dense=None):
         leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
         loss = dense_loss(F.linear(*leaves), dense, targets.weight.double())
     else:
-        loss = token_loss(F.linear(*leaves), targets)
+        loss = sparse_loss(F.linear(*leaves), targets)
     return loss, *torch.autograd.grad(loss, leaves)
 
 
@@ -408,7 +407,7 @@ def test_token_labeling_loss_accepts_logits_or_features():
     head, features, cls = torch.nn.Linear(16, 31), torch.randn(3, 7, 16), torch.randn(3, 31)
     with_logits = token_labeling_loss(TokenLogits(cls, head(features)), whole, tokens, 0.5)
     torch.testing.assert_close(
-        with_logits, class_token_loss(cls, whole) + 0.5 * token_loss(head(features), tokens)
+        with_logits, sparse_loss(cls, whole) + 0.5 * sparse_loss(head(features), tokens)
     )
     torch.testing.assert_close(
         token_labeling_loss(TokenFeatures(cls, features, head), whole, tokens, 0.5), with_logits
@@ -485,7 +484,7 @@ def test_extra_memory_is_a_tenth_of_the_dense_path(tmp_path):
     dense, logits = dense.float(), torch.randn(64, 196, 1000, requires_grad=True)
     gradient = logits.nbytes
     ours = (
-        peak_bytes(lambda: torch.autograd.grad(token_loss(logits, targets), logits), tmp_path)
+        peak_bytes(lambda: torch.autograd.grad(sparse_loss(logits, targets), logits), tmp_path)
         - gradient
     )
     theirs = (
@@ -510,6 +509,6 @@ def test_fused_loss_never_stores_all_logits(tmp_path, monkeypatch):
         torch.autograd.grad(fused_token_loss(*leaves, targets), leaves)
 
     def theirs():
-        torch.autograd.grad(token_loss(F.linear(*leaves), targets), leaves)
+        torch.autograd.grad(sparse_loss(F.linear(*leaves), targets), leaves)
 
     assert peak_bytes(ours, tmp_path) < peak_bytes(theirs, tmp_path) / 15

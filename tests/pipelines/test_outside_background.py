@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from densefeed.objectives.losses import class_token_loss, token_loss
+from densefeed.objectives.losses import sparse_loss
 from densefeed.pipelines.mixing import mean_target, mix_targets
 from densefeed.pipelines.targets import TargetRules, mix_ground_truth, palette_maps, sparse_targets
 from densefeed.relabel.class_map import ClassMap, merge_classes, name_unmapped
@@ -157,7 +157,7 @@ def test_outside_the_data_the_loss_is_the_dense_one_with_weights(outside):
     batch = batch._replace(weight=torch.tensor([1.0, 1, 0, 1, 1]))
     rules = TargetRules(smoothing=0.1, outside=outside)
     ours = torch.randn(N, 16, K, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    loss = token_loss(ours, sparse_targets(batch, spec_of(maps, K, "background", 0.6), 4, rules))
+    loss = sparse_loss(ours, sparse_targets(batch, spec_of(maps, K, "background", 0.6), 4, rules))
     loss.backward()
     want, weight = walk(batch, dense_cells(maps), 4, outside, 0.1)
     weight = weight * batch.weight[:, None].double()
@@ -178,7 +178,7 @@ def test_outside_the_data_a_crop_of_no_class_has_no_loss():
     batch = batch_of(maps, BOXES, FLIPS, dtype=torch.float32)
     logits = torch.randn(N, K).requires_grad_()
     targets = sparse_targets(batch, spec_of(maps, K, "background", 0.6), 1)
-    loss = class_token_loss(logits, targets)
+    loss = sparse_loss(logits, targets)
     loss.backward()
     assert loss.item() == 0
     assert (logits.grad == 0).all()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torchvision.ops import roi_align
 
-from densefeed.objectives.losses import class_token_loss, token_loss
+from densefeed.objectives.losses import sparse_loss
 from densefeed.pipelines import fused_targets
 from densefeed.pipelines import targets as targets_module
 from densefeed.pipelines.batch import Batch, ScoreMapSpec
@@ -142,7 +142,7 @@ def test_the_sparse_loss_and_its_gradient_are_the_dense_ones(random_maps, absent
     )
     ours = logits.clone().requires_grad_()
     batch = batch_of(maps, boxes, flips, dtype=torch.float32)
-    loss = token_loss(
+    loss = sparse_loss(
         ours,
         sparse_targets(batch, spec_of(maps, num_classes, absent), grid, TargetRules(smoothing=0.1)),
     )
@@ -310,7 +310,7 @@ def test_a_crop_outside_the_window_carries_no_loss(random_maps):
     )
     spec = spec_of(maps, 6, "tail", min_window_side=0.5)
     logits = torch.randn(2, 6, dtype=torch.float64, requires_grad=True)
-    loss = class_token_loss(logits, sparse_targets(batch, spec, 1))
+    loss = sparse_loss(logits, sparse_targets(batch, spec, 1))
     loss.backward()
     assert loss.item() == 0
     assert (logits.grad == 0).all()
@@ -892,7 +892,7 @@ def test_targets_and_loss_compile_whole(random_maps, sheared, backend):
         whole = mix_ground_truth(
             sparse_targets(batch, spec, 1, rules, known), batch.label, 8, 0.1, "intended"
         )
-        return class_token_loss(logits[:, 0], whole) + token_loss(
+        return sparse_loss(logits[:, 0], whole) + sparse_loss(
             logits[:, 1:], sparse_targets(batch, spec, 4, rules, known)
         )
 

@@ -1,0 +1,200 @@
+"""Score maps as labels of any crops of their images, for a dataset, loader and loop of your own."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from densefeed.pipelines.batch import Batch
+from densefeed.pipelines.folder import map_spec
+from densefeed.pipelines.shapes import Grid
+from densefeed.pipelines.targets import (
+    EDGE,
+    PLAIN,
+    SparseTargets,
+    TargetRules,
+    palette_maps,
+    sparse_targets,
+)
+from densefeed.storage.score_maps import ScoreMapStore, find_faults
+from densefeed.system.errors import UserError
+
+# N images   T tokens   K classes
+Ids = Sequence[int] | Sequence[str] | np.ndarray | Tensor
+
+
+class StoredLabels:
+    """The score maps of a store: the correct label of every token of any crop of its images.
+
+    Rows are read from the file when they are needed, in any order, each checked against its
+    checksum. An object can be used in the worker processes of a DataLoader, forked or spawned.
+
+    Attributes:
+        num_classes, class_names: of the labels.
+        labels: the image labels, int64 `[N]`.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._store = ScoreMapStore(path)
+        self.path, self._spec = self._store.path, map_spec(self._store)
+        self.num_classes = self._spec.num_classes
+        self.class_names = list(self._store.header.class_names)
+        self.labels = self._store.labels
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self._store)
+
+    def __reduce__(self) -> tuple:
+        # A spawned process opens the file itself.
+        return StoredLabels, (self.path,)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._store.close()
+
+    def __enter__(self) -> "StoredLabels":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @cached_property
+    def _rows_by_path(self) -> dict[str, int]:
+        """The row of each path; -1 for a path of several rows."""
+        rows: dict[str, int] = {}
+        for row, path in enumerate(self._store.paths()):
+            rows[path] = -1 if path in rows else row
+        return rows
+
+    def find_rows(self, ids: Ids) -> np.ndarray:
+        """Return the rows of images, int64 `[N]`.
+
+        `ids` are numbers in the order of labeling, or paths as in the store, relative to the folder
+        of the class folders (`cat/0.jpg`). UserError for one that is not in the store.
+        """
+        if isinstance(ids, Tensor):
+            ids = ids.detach().cpu().numpy()
+        ids = np.asarray(ids)
+        if ids.ndim != 1:
+            raise UserError(f"ids of shape {ids.shape}; give one number or path per image, [N]")
+        if ids.dtype.kind in "US":
+            return np.array([self._find_row(path) for path in ids.tolist()], np.int64)
+        if ids.dtype.kind not in "iu":
+            raise UserError(f"ids of {ids.dtype}; give whole numbers, or paths as in {self.path}")
+        bad = (ids < 0) | (ids >= len(self))
+        if bad.any():
+            raise UserError(
+                f"{self.path} has no map of image {ids[bad.argmax()]}: it holds {len(self):,}, "
+                "numbered from 0; label the dataset that is trained on"
+            )
+        return ids.astype(np.int64)
+
+    def _find_row(self, path: str) -> int:
+        row = self._rows_by_path.get(path)
+        if row is None:
+            known = next(iter(self._rows_by_path))
+            raise UserError(
+                f"{self.path} has no map of {path}; paths in it are like {known}: give one of them"
+            )
+        if row < 0:
+            raise UserError(
+                f"{self.path} has several maps of {path}; give their numbers instead of the path"
+            )
+        return row
+
+    def targets(
+        self,
+        ids: Ids,
+        view: Tensor,
+        grid: Grid | list[Grid] = 14,
+        rules: TargetRules = PLAIN,
+        device: torch.device | str | None = None,
+    ) -> SparseTargets | list[SparseTargets]:
+        """Return the targets of every token of crops, row-major.
+
+        They are those of a loader of `open_loader` for the same View, to the bit.
+
+        Args:
+            ids: the images, see `find_rows`.
+            view: `[N, 2, 3]`, takes a point (x, y, 1) of the network's input to one of the stored
+                image, both from (0, 0) at the top-left corner to (1, 1); or collated
+                `densefeed.View`s, `[N, 2, 6]`.
+            grid: tokens along a side of the input, or (rows, columns); 1 is the class token. Of a
+                list of these the maps are read once, and a list is returned.
+            rules: smoothing, temperature, geometry and what counts outside.
+            device: where targets are computed; default: that of `view`.
+
+        Raises UserError for an image without a map, a damaged map, and a view that is not affine
+        or shows a region without area.
+        """
+        rows = self.find_rows(ids)
+        matrix, shown = split_view(view, len(rows))
+        maps = self._store.rows(rows)
+        for fault, bad in find_faults(maps, self.num_classes, self._store.palette[rows]).items():
+            if bad.any():
+                raise self._store.invalid_map(rows[bad.argmax()], fault)
+        matrix_N23 = matrix.float()
+        aligned = not matrix_N23[:, [0, 1], [1, 0]].any()
+        batch = Batch(
+            image=torch.empty(len(rows), 0, dtype=torch.uint8),
+            label=torch.from_numpy(self.labels[rows]),
+            view=matrix_N23,
+            shown=shown.float(),
+            index=torch.from_numpy(rows),
+            repeat=torch.zeros(len(rows), dtype=torch.int64),
+            weight=torch.ones(len(rows)),
+            map_logit=torch.from_numpy(maps.logit),
+            map_class=torch.from_numpy(maps.cls),
+            map_lse=torch.from_numpy(maps.lse),
+            window=torch.from_numpy(maps.window),
+            axis_aligned=aligned,
+        ).to(view.device if device is None else device)
+        spread = palette_maps(batch, self._spec, rules)
+        grids = grid if isinstance(grid, list) else [grid]
+        found = [sparse_targets(batch, self._spec, one, rules, spread) for one in grids]
+        return found if isinstance(grid, list) else found[0]
+
+
+def split_view(view: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return matrices `[N, 2, 3]` on the CPU and what is shown of the images, `[N, 4]`, of views.
+
+    UserError unless `view` is of `count` images, affine and of an area.
+    """
+    if not isinstance(view, Tensor) or view.shape not in ((count, 2, 3), (count, 2, 6)):
+        found = tuple(view.shape) if isinstance(view, Tensor) else type(view).__name__
+        raise UserError(
+            f"view is {found}; for {count} images give an affine view, a tensor [{count}, 2, 3] "
+            "from the network's input to the image, or the collated Views of a transform"
+        )
+    view = view.detach().as_subclass(Tensor).cpu()
+    matrix = view[:, :, :3]
+    area = torch.linalg.det(matrix[:, :, :2].double()).abs()
+    bad = ~(matrix.flatten(1).isfinite().all(1) & (area >= 1e-12))
+    if bad.any():
+        raise UserError(
+            f"view {int(bad.int().argmax())} of the batch shows no area of its image; crop and "
+            "warp it less"
+        )
+    if view.shape[2] == 6:
+        return matrix, view[:, :, 3:5].permute(0, 2, 1).flip(2).flatten(1)
+    # The box around what the input's corners show, in float32 as `visible_boxes` of a loader.
+    sides, first = matrix.float().split([2, 1], 2)
+    low, high = (first[..., 0] + part.sum(2) for part in (sides.clamp(max=0), sides.clamp(min=0)))
+    shown = torch.cat([low.flip(1), high.flip(1)], 1)
+    # Beyond the image there is fill. Rounding at its edge is left, as loaders leave it.
+    inside = shown.clamp(0, 1)
+    return matrix, torch.where((shown - inside).abs() < EDGE, shown, inside)
+
+
+def open_score_maps(path: str | Path) -> StoredLabels:
+    """Open a store of score maps for a loop of your own: an .h5 file or a folder of shards.
+
+    `targets` returns the labels of any crops of its images, from nothing but their numbers or paths
+    and affine views: no loader, no Batch and no teacher. Raises UserError for a file that is
+    missing, damaged or not finished.
+    """
+    return StoredLabels(path)

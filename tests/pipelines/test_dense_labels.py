@@ -1,0 +1,218 @@
+"""Labels of any crops from a store alone: to the bit those of a loader, in any process."""
+
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import densefeed
+from densefeed import TargetRules, UserError, open_score_maps, sparse_loss, sparse_targets
+from densefeed.storage.images import Images
+
+from ..stores import write_reordered, write_store
+from .test_targets import batch_of, random_boxes, walked_targets, warp, warped
+
+PUBLISHED = TargetRules(geometry="published", outside="uniform", smoothing=0.1)
+GRIDS = [1, 4, (3, 5)]
+
+
+def same(found, wanted):
+    """Whether two targets are equal bit for bit."""
+    return all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+
+
+@pytest.fixture(scope="module")
+def store(folder, random_maps, tmp_path_factory):
+    """Maps of eight classes; two classes of images."""
+    images = Images(folder, split="train")
+    path = tmp_path_factory.mktemp("labels") / "maps.h5"
+    return write_store(path, images, random_maps(len(images), 6, 3, 8), 8)
+
+
+@pytest.mark.parametrize("rules", [TargetRules(), PUBLISHED], ids=["aligned", "published"])
+@pytest.mark.parametrize("kind", ["folder", "packed"])
+def test_targets_are_those_of_a_loader_to_the_bit(kind, rules, folder, packed, maps):
+    """1,056 crops, half of them mirrored, of maps that cover a part of their images."""
+    data, more = {"folder": (folder, {"score_maps": maps}), "packed": (packed[0], {})}[kind]
+    options = dict(batch=44, repeats=4, size=32, threads=1, crop_scale=(0.05, 1.0), hflip=0.5)
+    count = 0
+    with open_score_maps(maps) as labels, densefeed.open_loader(data, **options, **more) as loader:
+        for epoch in range(24):
+            for batch in loader.batches(epoch):
+                found = labels.targets(batch.index, batch.view, GRIDS, rules)
+                for grid, targets in zip(GRIDS, found, strict=True):
+                    assert same(targets, sparse_targets(batch, loader.score_maps, grid, rules))
+                count += len(batch.index)
+    assert count >= 1000
+
+
+@pytest.mark.parametrize("form", ["lossless", "compact"])
+def test_every_form_of_store_is_read(form, store, tmp_path, command):
+    other = tmp_path / f"{form}.h5"
+    done = command(
+        "-m", "densefeed", "score-maps", "convert", store, "--out", other, "--form", form
+    )
+    assert done.returncode == 0, done.stderr
+    view = torch.tensor([[[0.5, 0, 0.25], [0, -0.5, 0.75]]] * 4)
+    with open_score_maps(store) as raw, open_score_maps(other) as labels:
+        wanted, found = (one.targets([3, 0, 3, 10], view, 5).dense(8) for one in (raw, labels))
+        tolerance = 0 if form == "lossless" else 0.05
+        torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance)
+
+
+def test_any_affine_view_is_a_walk_over_its_points(random_maps, folder, tmp_path):
+    """Rotated, sheared, beyond the image; the walk is a loop in float64."""
+    images, K = Images(folder, split="train"), 12
+    scores = random_maps(len(images), 6, 3, K, window=(0.05, 0.2, 1.0, 0.8))
+    boxes, flips = random_boxes(4, flips=True)
+    maps = scores.select(np.arange(4))
+    warps = warp(0.4), warp(-0.5, 0.3), warp(0, 0.28, (0.3, 0)), warp(1.3, -0.3, (0.1, -0.4))
+    batch = warped(batch_of(maps, boxes, flips, sheared=True), *warps)
+    batch = batch._replace(view=batch.view.float().double())
+    corners = torch.tensor([[0.0, 1, 0, 1], [0, 0, 1, 1], [1, 1, 1, 1]], dtype=torch.float64)
+    low, high = (batch.view @ corners).aminmax(dim=2)
+    # Beyond the image is fill.
+    shown = torch.cat([low.flip(1), high.flip(1)], 1).clamp(0, 1)
+    with open_score_maps(write_store(tmp_path / "maps.h5", images, scores, K)) as labels:
+        found = labels.targets(range(4), batch.view, 3)
+    want, weight = walked_targets(batch._replace(shown=shown), maps, K, 3, "tail", "ignore")
+    torch.testing.assert_close(found.weight.double(), weight, rtol=0, atol=1e-5)
+    told = weight > 0
+    assert not told.all()
+    torch.testing.assert_close(found.dense(K)[told].double(), want[told], rtol=0, atol=2e-5)
+
+
+def test_what_is_shown_can_be_given(store):
+    """A collated View of a transform has it beside its matrix."""
+    matrix = torch.tensor([[[1.0, 0, 0], [0, 1, 0]]], dtype=torch.float64)
+    half = torch.tensor([[[0.0, 0.5, 64], [0.25, 1.0, 48]]], dtype=torch.float64)
+    with open_score_maps(store) as labels:
+        targets = labels.targets([0], torch.cat([matrix, half], 2), 4)
+    assert targets.weight.view(4, 4).tolist() == [[0] * 4, *[[1, 1, 0, 0]] * 3]
+
+
+class Crops(Dataset):
+    """Views of the images of a store, labeled in the worker processes."""
+
+    def __init__(self, labels) -> None:
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int):
+        side = (index + 1) / 12
+        return index, torch.tensor([[side, 0.0, 0.1], [0.0, -side, side]])
+
+
+class Collate:
+    def __init__(self, labels) -> None:
+        self.labels = labels
+
+    def __call__(self, samples):
+        index, view = torch.utils.data.default_collate(samples)
+        return index, view, tuple(self.labels.targets(index, view, 4))
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_worker_processes_label_their_batches(store, start):
+    with open_score_maps(store) as labels:
+        loader = DataLoader(
+            Crops(labels),
+            batch_size=3,
+            shuffle=True,
+            num_workers=2,
+            collate_fn=Collate(labels),
+            multiprocessing_context=start,
+            persistent_workers=True,
+        )
+        seen = []
+        for _ in range(2):
+            for index, view, targets in loader:
+                assert same(targets, labels.targets(index, view, 4))
+                seen += index.tolist()
+        assert sorted(seen) == sorted([*range(len(labels))] * 2)
+
+
+def test_images_are_found_by_number_and_by_path(folder, store):
+    images = Images(folder, split="train")
+    view = torch.eye(2, 3).repeat(3, 1, 1)
+    with open_score_maps(store) as labels:
+        assert labels.num_classes == 8
+        assert labels.class_names == images.class_names
+        assert labels.labels.tolist() == images.labels.tolist()
+        rows = [4, 0, 9]
+        wanted = labels.targets(rows, view, 2)
+        ways = np.array(rows, np.int32), torch.tensor(rows), [images.paths[row] for row in rows]
+        for ids in ways:
+            assert same(labels.targets(ids, view, 2), wanted)
+        again = pickle.loads(pickle.dumps(labels))
+        assert same(again.targets(rows, view, 2), wanted)
+        again.close()
+
+
+def test_the_loss_is_the_dense_one(store):
+    view = torch.eye(2, 3).repeat(4, 1, 1)
+    rules = TargetRules(smoothing=0.1)
+    with open_score_maps(store) as labels:
+        whole, tokens = labels.targets(range(4), view, [1, 3], rules)
+    generator = torch.Generator().manual_seed(0)
+    for targets, shape in ((tokens, (4, 9, 8)), (whole, (4, 8))):
+        logits = torch.randn(shape, generator=generator, dtype=torch.float64)
+        dense = targets.dense(8).double().reshape(shape)
+        want = -(dense * logits.log_softmax(-1)).sum(-1).mean()
+        torch.testing.assert_close(sparse_loss(logits, targets), want, rtol=1e-6, atol=0)
+    with pytest.raises(ValueError, match="do not fit 4 images of 16 tokens"):
+        sparse_loss(torch.zeros(4, 16, 8), tokens)
+
+
+WHOLE = torch.eye(2, 3)[None]
+
+
+@pytest.mark.parametrize(
+    ("ids", "view", "said"),
+    [
+        ([11], WHOLE, r"has no map of image 11: it holds 11, numbered from 0"),
+        ([-1], WHOLE, r"has no map of image -1"),
+        (["cat/none.jpg"], WHOLE, r"has no map of cat/none.jpg; paths in it are like cat/000.jpg"),
+        ([0.5], WHOLE, r"ids of float64; give whole numbers"),
+        ([[0]], WHOLE, r"ids of shape \(1, 1\)"),
+        ([0], torch.eye(3)[None], r"view is \(1, 3, 3\); for 1 images give an affine view"),
+        ([0, 1], WHOLE, r"view is \(1, 2, 3\); for 2 images give"),
+        ([0], np.eye(2, 3)[None], r"view is ndarray"),
+        ([0], torch.zeros(1, 2, 3), r"view 0 of the batch shows no area of its image"),
+        ([0], WHOLE * math.nan, r"view 0 of the batch shows no area"),
+    ],
+)
+def test_outside_ids_and_views_that_do_not_fit_are_one_sentence(store, ids, view, said):
+    with open_score_maps(store) as labels, pytest.raises(UserError, match=said) as error:
+        labels.targets(ids, view)
+    assert "\n" not in str(error.value)
+
+
+def test_outside_two_images_of_one_name_are_named(folder, random_maps, tmp_path):
+    images = Images(folder, split="train")
+    path = write_reordered(
+        tmp_path / "maps.h5", images, random_maps(len(images), 4, 2, 2), np.array([0, 3, 3])
+    )
+    with open_score_maps(path) as labels:
+        name = images.paths[3]
+        with pytest.raises(UserError, match=f"several maps of {name}; give their numbers"):
+            labels.targets([name], WHOLE)
+        assert labels.targets([images.paths[0], images.paths[0]], WHOLE.repeat(2, 1, 1), 1)
+
+
+def test_outside_a_flipped_bit_names_its_image(store, tmp_path):
+    with open_score_maps(store) as labels:
+        place, name = labels._store.places(np.array([5]))[1][0], labels._store.image_path(5)
+    damaged = tmp_path / "maps.h5"
+    data = bytearray(store.read_bytes())
+    data[place[0] + 3] ^= 16
+    damaged.write_bytes(data)
+    with open_score_maps(damaged) as labels:
+        labels.targets([4], WHOLE)
+        with pytest.raises(UserError, match=rf"row 5 \({name}\) is damaged"):
+            labels.targets([5], WHOLE)

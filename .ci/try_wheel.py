@@ -30,8 +30,11 @@ def check_library() -> None:
         sys.exit(f"error: {package} is a checkout; install the wheel and start this elsewhere")
     if b"libjpeg-turbo version 3." not in native.LIBRARY.read_bytes():
         sys.exit(f"error: {native.LIBRARY} does not contain libjpeg-turbo 3")
-    exported = sys.platform == "linux" and hasattr(ctypes.CDLL(str(native.LIBRARY)), "jpeg_std_error")
-    added = [path for path in (package / ".dylibs", package.parent / "densefeed.libs") if path.exists()]
+    library = ctypes.CDLL(str(native.LIBRARY))
+    exported = sys.platform == "linux" and hasattr(library, "jpeg_std_error")
+    # Where delocate and auditwheel put libraries that they add.
+    folders = package / ".dylibs", package.parent / "densefeed.libs"
+    added = any(folder.exists() for folder in folders)
     if exported or added:
         sys.exit(f"error: {native.LIBRARY} uses a libjpeg-turbo outside of it")
 

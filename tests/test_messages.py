@@ -123,7 +123,9 @@ def test_outside_install_hints_name_extras_that_exist():
     written = [re.findall(r"pip install[^`\n]*?([\w.]*)\[(\w+)\]", p.read_text()) for p in pages]
     found = [pair for pairs in written for pair in pairs]
     assert found
-    assert {place for place, _ in found} == {"."}
+    assert {place for place, _ in found} == {".", "densefeed"}
+    # The package is on no index before its first release, of which one page tells.
+    assert [page.name for page in pages if "densefeed[" in page.read_text()] == ["install.md"]
     assert hints | {extra for _, extra in found} <= extras.keys()
     assert install_extra("ray") == 'run `pip install ".[ray]"` in the checkout of densefeed'
 

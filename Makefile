@@ -37,7 +37,7 @@ JPEGS := manylinux_2_28_x86_64 manylinux_2_28_aarch64 macosx_11_0_arm64
 test-ports: $(READY)
 	$(RUN) -m pip install --disable-pip-version-check -q -e ".[ports]"
 	for one in $(JPEGS); do test -d .ports/$$one || $(RUN) -m pip install --disable-pip-version-check -q --no-deps \
-		--only-binary :all: --ignore-requires-python --platform $$one --target .ports/$$one comma-deps-libjpeg==3.1.0.post92 || exit; done
+		--only-binary :all: --ignore-requires-python --platform $$one --target .ports/$$one -r .ci/libjpeg.txt || exit; done
 	$(RUN) -m pytest tests/native/test_ports.py
 
 # The test suite as on other processors: three instruction sets on 1, 2 and 4 threads; an hour.

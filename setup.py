@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 NATIVE = "densefeed/native"
@@ -32,6 +33,13 @@ class BuildNative(build_ext):
     def get_export_symbols(self, extension):
         # On Windows setuptools would export PyInit_libdensefeed, which the library does not define.
         return []
+
+
+class WheelForAnyPython(bdist_wheel):
+    """Tag the wheel with its platform alone: ctypes loads the library in every Python 3."""
+
+    def get_tag(self):
+        return "py3", "none", super().get_tag()[2]
 
 
 def compile_flags() -> list[str]:
@@ -87,5 +95,5 @@ setup(
             extra_link_args=folders,
         )
     ],
-    cmdclass={"build_ext": BuildNative},
+    cmdclass={"build_ext": BuildNative, "bdist_wheel": WheelForAnyPython},
 )

@@ -5,8 +5,6 @@ import dataclasses
 import inspect
 import re
 import subprocess
-import sys
-import zipfile
 from collections.abc import Iterable, Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -261,33 +259,6 @@ def test_every_option_of_a_command_is_on_a_page(path):
         if tyro.conf.Positional[str].__metadata__[0] not in metadata(hint)
     )
     assert not find_unexplained(names)
-
-
-@pytest.mark.slow
-def test_wheel_contains_only_densefeed(tmp_path):
-    """Build the wheel like `pip install .`: it holds `densefeed` alone, with its data files."""
-    options = ["--no-deps", "--no-build-isolation", "-q", "-w", tmp_path, ROOT]
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", *options], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    (wheel,) = tmp_path.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"densefeed"}
-    data = {
-        "native/libdensefeed.so",
-        "storage/FORMAT.md",
-        "recipes/ABLATIONS.md",
-        "recipes/photo_cutouts.csv",
-        "recipes/photo_class_map.csv",
-        "pages/report.html",
-        "pages/audit.html",
-        "pages/page.html",
-        "pages/explain.html",
-        "pages/heat.html",
-    }
-    assert {f"densefeed/{name}" for name in ("train.py", *data)} <= set(names)
-    assert not any(name.endswith(".c") or name == "densefeed/setup.py" for name in names)
 
 
 @pytest.mark.parametrize("name", LINKS)

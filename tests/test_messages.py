@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from densefeed.system import errors
 from densefeed.system.commands import COMMANDS
 from densefeed.system.errors import install_extra
 from densefeed.system.options import flag, hints, leaf_name, metadata
@@ -115,13 +116,20 @@ def test_outside_install_hints_name_extras_that_exist():
     hints = set()
     for path in SOURCES:
         text = path.read_text()
-        assert "densefeed[" not in text, path
+        assert not re.search(r"densefeed\[\w", text), path
         hints |= set(re.findall(r"install_extra\(['\"](\w+)['\"]\)", text))
     assert {"cloud", "dali", "demo", "export", "parquet", "ray", "wandb"} <= hints
     pages = [root / "README.md", *root.glob("docs/**/*.md"), *root.glob("examples/*.py")]
     written = [re.findall(r"pip install[^`\n]*?([\w.]*)\[(\w+)\]", p.read_text()) for p in pages]
     found = [pair for pairs in written for pair in pairs]
     assert found
-    assert {place for place, _ in found} == {"."}
+    assert {place for place, _ in found} == {".", "densefeed"}
+    # The package is on no index before its first release, of which one page tells.
+    assert [page.name for page in pages if "densefeed[" in page.read_text()] == ["install.md"]
     assert hints | {extra for _, extra in found} <= extras.keys()
     assert install_extra("ray") == 'run `pip install ".[ray]"` in the checkout of densefeed'
+
+
+def test_outside_install_hints_of_a_wheel_name_no_checkout(tmp_path, monkeypatch):
+    monkeypatch.setattr(errors, "ROOT", tmp_path)
+    assert install_extra("demo") == 'run `pip install "densefeed[demo]"`'

@@ -52,7 +52,7 @@ PROSE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
 # Options of torchrun, of Slurm and of examples that the pages mention.
 FOREIGN = {
     *("--nnodes", "--nproc-per-node", "--rdzv-endpoint", "--rdzv-id", "--signals-to-handle"),
-    *("--signal", "--requeue", "--penalty-weight", "--peer-weight"),
+    *("--signal", "--requeue", "--penalty-weight", "--peer-weight", "--shm-size"),
 }
 SCRIPT = "loop.py"  # the script that a page tells to save
 ACTIVATE = ["source", ".venv/bin/activate"]  # what the tests run in is active already

@@ -6,7 +6,7 @@
 #include <string.h>
 
 #define HEADER 16
-static const uint8_t MARK[6] = "DFPLN\1";
+static const uint8_t MARK[6] = {'D', 'F', 'P', 'L', 'N', 1};
 
 typedef struct {
     uint8_t mark[6], planes, ycc;

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from densefeed.relabel.frozen_weights import freeze_weights
 from densefeed.storage.row_codecs import ScoreMaps
-from densefeed.system.devices import tag_compiled_code
+from densefeed.system.devices import has_triton, tag_compiled_code
 from densefeed.system.errors import UserError
 
 # N images   L pictures of each   S cells along a side of a map   K classes   k of them kept
@@ -45,13 +45,13 @@ def choose_precision(precision: Precision, device: torch.device) -> str:
 
 
 def choose_compile(mode: Compile, device: torch.device) -> bool:
-    """Resolve `auto`: compile the teacher on CUDA devices.
+    """Resolve `auto`: compile the teacher on CUDA devices, if Triton can be used.
 
     The compiler's kernels between the convolutions of an NFNet-F0 read and write 2.5 to 2.8 times
     fewer bytes than the eager ones. Compiling takes minutes for a large teacher, in which a CPU
     labels few images, and a GPU many thousands.
     """
-    return mode == "whole" or (mode == "auto" and device.type == "cuda")
+    return mode == "whole" or (mode == "auto" and device.type == "cuda" and has_triton())
 
 
 @contextmanager

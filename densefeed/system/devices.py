@@ -3,8 +3,11 @@
 import importlib.util
 import os
 import resource
+import shutil
 import sys
+import sysconfig
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.compiler import config as compiler
@@ -76,12 +79,22 @@ def warn_busy() -> None:
         )
 
 
+def can_build() -> bool:
+    """Return whether there are a C compiler and Python's headers, where Triton looks for them."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    headers = sysconfig.get_path("include", "posix_prefix")
+    return compiler is not None and Path(headers, "Python.h").exists()
+
+
 # A constant, because torch.compile of PyTorch 2.11 warns of a call of a cached function.
-TRITON = importlib.util.find_spec("triton") is not None
+TRITON = importlib.util.find_spec("triton") is not None and can_build()
 
 
 def has_triton() -> bool:
-    """Return whether there is Triton: some builds of PyTorch for CUDA come without."""
+    """Return whether Triton can be used.
+
+    Some builds of PyTorch for CUDA come without, and Triton builds what starts its kernels.
+    """
     return TRITON
 
 

@@ -14,6 +14,8 @@ from typing import TextIO
 from densefeed.system.collector import ignore_imports
 from densefeed.system.terminal import STDERR, STDOUT, flush_stdout, name_stream, print
 
+# Of a checkout; of an installed wheel the folder of all packages.
+ROOT = Path(__file__).parents[2]
 REMEDIES = {
     errno.ENOSPC: "the disk is full; free some space or choose another place",
     errno.EFBIG: "the file grew past the limit of this file system or shell (ulimit -f)",
@@ -214,9 +216,11 @@ def make_command(
 def install_extra(extra: str) -> str:
     """Return what to run for an optional part, an extra of pyproject.toml.
 
-    The package is on no index, so pip installs it from the checkout alone.
+    An installed wheel needs no index for its extras: pip reads them from the installed package.
     """
-    return f'run `pip install ".[{extra}]"` in the checkout of densefeed'
+    if (ROOT / "pyproject.toml").exists():
+        return f'run `pip install ".[{extra}]"` in the checkout of densefeed'
+    return f'run `pip install "densefeed[{extra}]"`'
 
 
 def stop(sentence: str) -> None:

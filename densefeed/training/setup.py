@@ -28,6 +28,7 @@ from densefeed.storage.dataset_names import (
 )
 from densefeed.storage.geometry import teacher_window
 from densefeed.storage.packs import describe_doubt
+from densefeed.system.devices import has_triton
 from densefeed.system.errors import UserError, install_extra
 from densefeed.system.terminal import print
 from densefeed.training.build import autocast_dtype, build_model
@@ -489,7 +490,13 @@ def choose_compile(run: RunOptions, ranks: Ranks) -> RunOptions:
     cuda = ranks.device.type == "cuda"
     if run.compile == "graph" and not cuda and ranks.is_first:
         print("--compile graph is --compile whole on this device, which has no CUDA graphs")
-    auto = "blocks" if cuda else "never"
+    auto = "blocks" if cuda and has_triton() else "never"
+    if run.compile == "auto" and auto == "never" and cuda and ranks.is_first:
+        print(
+            "warning: nothing is compiled, and training is slower: Triton, a C compiler or "
+            "Python's headers are missing; on Debian install gcc and python3-dev",
+            file=sys.stderr,
+        )
     return replace(run, compile=auto if run.compile == "auto" else run.compile)
 
 

@@ -120,6 +120,12 @@ def test_auto_compiles_on_a_gpu(mode, device, want):
     assert choose_compile(mode, device) is want
 
 
+def test_outside_auto_compiles_nothing_without_a_compiler(monkeypatch):
+    monkeypatch.setattr(scoring, "has_triton", lambda: False)
+    assert choose_compile("auto", CUDA) is False
+    assert choose_compile("whole", CUDA) is True
+
+
 @pytest.mark.parametrize("before", [False, True])
 def test_convolutions_are_timed_on_a_gpu_only_and_the_setting_is_restored(monkeypatch, before):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", before)

@@ -3,12 +3,14 @@
 import os
 import resource
 import sys
+import sysconfig
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from densefeed.system.devices import (
+    can_build,
     choose_device,
     choose_rank_device,
     count_cores,
@@ -24,6 +26,18 @@ def test_cores_are_those_of_this_process_where_the_system_says_so(monkeypatch):
     assert count_cores() == 1
     monkeypatch.delattr(os, "sched_getaffinity")
     assert count_cores() == os.cpu_count()
+
+
+@pytest.mark.parametrize("missing", [None, "compiler", "headers"])
+def test_outside_triton_needs_a_compiler_and_headers(missing, tmp_path, monkeypatch):
+    """On a GPU its kernels ended with a traceback where an installation has neither."""
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(sysconfig, "get_path", lambda *_: tmp_path)
+    names = {"compiler": "clang", "headers": "Python.h"}
+    for name in (name for what, name in names.items() if what != missing):
+        (tmp_path / name).touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert can_build() == (missing is None)
 
 
 def test_peak_memory_is_in_bytes_on_linux_and_macos(monkeypatch):

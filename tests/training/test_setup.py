@@ -11,8 +11,10 @@ from densefeed.storage.geometry import teacher_window
 from densefeed.storage.images import Images
 from densefeed.system.errors import UserError
 from densefeed.system.options import with_options
-from densefeed.training.ranks import ALONE
-from densefeed.training.setup import describe_padding, setup_run
+from densefeed.training import setup
+from densefeed.training.config import RunOptions
+from densefeed.training.ranks import ALONE, Ranks
+from densefeed.training.setup import choose_compile, describe_padding, setup_run
 
 from ..runs import step_for
 from ..stores import write_store
@@ -126,3 +128,14 @@ def test_outside_a_batch_above_the_training_set_says_how_much_is_padding(make_ru
     assert "note: --batch 44 is larger than the training set of 11 images, so 75%" in (
         capsys.readouterr().out
     )
+
+
+def test_outside_auto_compiles_nothing_without_a_compiler(monkeypatch, capsys):
+    """A wheel needs no compiler, and Triton does."""
+    ranks = Ranks(0, 1, torch.device("cuda"))
+    assert choose_compile(RunOptions(), ranks).compile == "blocks"
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(setup, "has_triton", lambda: False)
+    assert choose_compile(RunOptions(), ranks).compile == "never"
+    assert "on Debian install gcc and python3-dev" in capsys.readouterr().err
+    assert choose_compile(RunOptions(compile="whole"), ranks).compile == "whole"

@@ -76,8 +76,8 @@ from benchmarks.harness import (
 from benchmarks.photographs import sample_beton
 from benchmarks.targets import TargetBenchmark, make_step
 from densefeed.models.token_transformer import FAMILIES, has_tokens
+from densefeed.models.wrapped_model import WrappedModel, get_networks
 from densefeed.objectives import build_objective
-from densefeed.objectives.base import WrappedModel, get_networks
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan

@@ -27,6 +27,7 @@ if _started not in (["densefeed"], ["densefeed", "-h"], ["densefeed", "--help"])
     with _pause():
         from densefeed import models as models
         from densefeed.api import Loader, build_step, open_loader
+        from densefeed.models.token_head import with_token_head
         from densefeed.objectives import register as register_objective
         from densefeed.objectives.base import Method, Objective
         from densefeed.pipelines.augment.settings import register_operation
@@ -62,4 +63,5 @@ __all__ = [
     "register_objective",
     "register_operation",
     "sparse_targets",
+    "with_token_head",
 ]

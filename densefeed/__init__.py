@@ -27,6 +27,7 @@ if _started not in (["densefeed"], ["densefeed", "-h"], ["densefeed", "--help"])
     with _pause():
         from densefeed import models as models
         from densefeed.api import Loader, build_step, label, open_loader
+        from densefeed.models.token_head import with_token_head
         from densefeed.objectives import register as register_objective
         from densefeed.objectives.base import Method, Objective
         from densefeed.objectives.losses import sparse_loss
@@ -67,4 +68,5 @@ __all__ = [
     "register_operation",
     "sparse_loss",
     "sparse_targets",
+    "with_token_head",
 ]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from timm.utils import unwrap_model
 from torch import nn
 
+from densefeed.models.token_head import TokenHeadModel
 from densefeed.models.token_transformer import TokenTransformer
 from densefeed.objectives import Objectives, build_objective, check_unused, complete
 from densefeed.objectives.base import Objective, Setting
@@ -245,8 +246,8 @@ class StepOptions:
 
     labels: TargetRules = field(default_factory=lambda: TargetRules(smoothing=0.1))
     augment: Augment = field(default_factory=Augment)
-    # MixToken, the default of a run, exchanges tokens inside the network, which only a
-    # TokenTransformer can do.
+    # MixToken, the default of a run, exchanges tokens inside the network, which only one with a
+    # token head can do.
     mix: MixOptions = field(default_factory=lambda: MixOptions(mixtoken=False))
     objective: Objectives = field(default_factory=lambda: complete(Objectives()))
 
@@ -304,18 +305,23 @@ def check_model(loader: Loader, model: nn.Module, objective: Objective) -> None:
         )
     if getattr(model, "with_token_head", False) != needed:
         if not needed:
-            raise UserError(f"{name} has a token head; create it with token_head=False")
+            raise UserError(
+                f"{name} has a token head; create it with token_head=False, or leave out "
+                "with_token_head"
+            )
         raise UserError(
             f"{name} has no token head; create an lvvit, dhvt or t2t_vit model with "
-            "token_head=True, or take the objective relabel, which any model can train with, or "
-            "add a head and with_token_head as docs/extending.md describes"
+            "token_head=True, train densefeed.with_token_head(model), or take the objective "
+            "relabel, which any model can train with"
         )
     if getattr(model, "num_classes", classes) != classes:
         raise UserError(
             f"{name} has {model.num_classes} classes and {loader.path} {classes}; create it with "
             f"num_classes={classes}"
         )
-    if objective.setting.mix.mixtoken and not isinstance(model, TokenTransformer):
+    if isinstance(model, TokenHeadModel):
+        model.check_shapes(loader.plan.shapes())
+    elif objective.setting.mix.mixtoken and not isinstance(model, TokenTransformer):
         raise UserError(
             f"{name} cannot exchange tokens; leave out mixtoken, or take a model that can, e.g. "
             "lvvit_s"

@@ -9,7 +9,9 @@ import torch
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 
-from densefeed.objectives.base import Objective, StepContext, get_networks, step_loss
+from densefeed.models.token_head import read_stride
+from densefeed.models.wrapped_model import get_networks
+from densefeed.objectives.base import Objective, StepContext, step_loss
 from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches
 from densefeed.pipelines.augment.settings import Augment
 from densefeed.pipelines.batch import Batch
@@ -32,8 +34,11 @@ LEAST_RIGHT, LEAST_CROPS = 0.5, 32
 def read_patch_size(model: nn.Module, objective: Objective) -> int:
     """Return the pixels along a token of a model, PATCH for one that has no tokens.
 
-    UserError if the objective needs tokens and the model does not state a whole number.
+    Tokens of a model without a token head of its own are the cells of its last features. UserError
+    if the objective needs tokens and the model does not state a whole number.
     """
+    if objective.needs_tokens and not getattr(model, "with_token_head", False):
+        return read_stride(model)
     patch = getattr(model, "patch_size", None)
     if type(patch) is int and patch > 0:
         return patch

@@ -700,8 +700,8 @@ def test_mismatched_data_and_options_are_rejected(packed, folder, maps, tmp_path
         training.train(config((folder, folder), tmp_path / "a"))
     with pytest.raises(UserError, match=r"is a file; --loader folder reads folders"):
         training.train(config(packed, tmp_path / "a", loader="folder"))
-    with pytest.raises(UserError, match=r"has no token head"):
-        training.train(config(packed, tmp_path / "a", model="resnet18"))
+    with pytest.raises(UserError, match=r"pit_ti_224: its features are the class token alone"):
+        training.train(config(packed, tmp_path / "a", model="pit_ti_224"))
     with pytest.raises(UserError, match=r"timm knows no model 'resnet1'"):
         training.train(
             config(packed, tmp_path / "a", model="resnet1", objective="ce", mixtoken=False)

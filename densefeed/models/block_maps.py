@@ -1,16 +1,46 @@
-"""Maps after every block of a network, also of pyramids, of which timm returns one per stage."""
+"""The last map of a network, and its maps after every block, of which timm returns one a stage."""
 
+import math
 from itertools import chain
+from typing import Any
 
 from timm.models import SwinTransformer, SwinTransformerV2
 from torch import Tensor, nn
 
 from densefeed.models.cvt import CvT
 from densefeed.models.recompute import run_blocks
+from densefeed.models.token_transformer import to_map
 
 # N images   D width   R x C a grid, rows and columns
 
 Swin = SwinTransformer | SwinTransformerV2
+
+
+def feature_map(features: Any, model: nn.Module, image_NCHW: Tensor) -> Tensor:
+    """Reshape the output of timm's `forward_features` to a map `[N, D, R, C]`.
+
+    Accepts `[N, T, D]` with or without prefix tokens, `[N, D, R, C]` and `[N, R, C, D]`. Raises
+    ValueError if it is none of these, or the class token alone.
+    """
+    ndim = features.ndim if isinstance(features, Tensor) else 0
+    if ndim == 4:
+        channels_last = getattr(model, "output_fmt", "NCHW") == "NHWC"
+        return features.permute(0, 3, 1, 2) if channels_last else features
+    if ndim == 3:
+        tokens_NTD = features[:, getattr(model, "num_prefix_tokens", 0) :]
+        T, (H, W) = tokens_NTD.shape[1], image_NCHW.shape[2:]
+        # PiT has no num_prefix_tokens, and returns its class tokens without its map.
+        unprefixed = not hasattr(model, "num_prefix_tokens")
+        if unprefixed and getattr(model, "cls_token", tokens_NTD[:, :0]).shape[1] == T:
+            raise ValueError(
+                "its features are the class token alone, without a grid of tokens; choose another "
+                "model"
+            )
+        # Tokens are square, so the grid has the proportions of the image.
+        R = round(math.sqrt(T * H / W))
+        if R and T % R == 0:
+            return to_map(tokens_NTD, (R, T // R))
+    raise ValueError("its features are neither a map nor a grid of tokens; choose another model")
 
 
 def forward_block_maps(model: nn.Module, image_NCHW: Tensor) -> tuple[Tensor, list[Tensor]]:

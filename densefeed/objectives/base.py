@@ -5,13 +5,14 @@ options, and the loss of a step. A `Method` does so around another objective. Th
 depends on nothing else of a method. `register` adds one; docs/extending.md has examples.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from densefeed.models.token_head import with_token_head
+from densefeed.models.wrapped_model import WrappedModel
 from densefeed.pipelines.batch import Batch, ScoreMapSpec
 from densefeed.pipelines.mixing import (
     Mix,
@@ -57,42 +58,6 @@ class StepContext(NamedTuple):
     mix: Mix | None  # on the batch's device
     inputs: Any = None  # what `Objective.inputs` returned
     mask: Tensor | None = None  # `token_mask` of `mix`, where the caller has it
-
-
-class WrappedModel(nn.Module):
-    """What a method trains: a module that holds the model and what is trained beside it.
-
-    A checkpoint has the state of every child but the model under the name of the child.
-
-    Attributes:
-        networks: those that take images, the model first.
-        evaluated: networks that are evaluated beside the model, by their names in metrics
-            (`top1_NAME`).
-        aliases: tensors that share the memory of parameters and have gradients of their own.
-    """
-
-    networks: tuple[nn.Module, ...]
-    evaluated: Mapping[str, nn.Module] = MappingProxyType({})
-    aliases: Sequence[Tensor] = ()
-
-    def no_weight_decay(self) -> set[str]:
-        """Return the exceptions of all children, such as tables, for timm's grouping."""
-        return {
-            f"{name}.{exception}"
-            for name, child in self.named_children()
-            for exception in getattr(child, "no_weight_decay", set)()
-        }
-
-    def combine_gradients(self, average: Callable[[list[Tensor]], None]) -> None:
-        """Change the gradients of a step before they are clipped, without waiting.
-
-        DDP has averaged those of the parameters over ranks; `average` does so for others, in place.
-        """
-
-
-def get_networks(trainable: nn.Module) -> tuple[nn.Module, ...]:
-    """Return the networks in what a run trains, the model first."""
-    return trainable.networks if isinstance(trainable, WrappedModel) else (trainable,)
 
 
 def token_mask(mix: Mix, grid: Grid) -> Tensor:
@@ -157,10 +122,15 @@ class Objective:
     def wrap(self, model: nn.Module, num_classes: int, place: Place) -> nn.Module | WrappedModel:
         """Return all that is trained: the model, or one that is wrapped with what is added.
 
+        By default that is a token head, where the objective needs one and the model has none.
         `place` moves a new network to the model's device. Raises UserError where the model cannot
         be trained so.
         """
-        return model
+        if not self.needs_tokens or getattr(model, "with_token_head", False):
+            return model
+        headed = with_token_head(model, self.setting.model)
+        headed.check_shapes(self.setting.shapes, self.setting.model)
+        return headed
 
     def inputs(self, plan: EpochPlan, epoch: int, batch: Batch) -> Any:
         """Return what the loss of `batch` reads beside it, on its device and without waiting."""

@@ -21,7 +21,8 @@ from tyro.conf import arg
 
 from densefeed.models.agent_cnn import AgentCNN, make_agent, read_shared, vit_spec
 from densefeed.models.token_transformer import TokenFeatures, TokenLogits, to_tokens
-from densefeed.objectives.base import Method, Place, StepContext, WrappedModel
+from densefeed.models.wrapped_model import WrappedModel
+from densefeed.objectives.base import Method, Place, StepContext
 from densefeed.objectives.losses import weighted_mean
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.plan import EpochPlan

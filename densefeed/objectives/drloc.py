@@ -5,7 +5,6 @@ network with a grid of tokens or a feature map has. Equations and tables are tho
 supplementary; `published` is what its public code does instead, where that differs.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
@@ -16,10 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tyro.conf import arg
 
-from densefeed.models.block_maps import forward_block_maps, forward_merged_maps
+from densefeed.models.block_maps import feature_map, forward_block_maps, forward_merged_maps
 from densefeed.models.patch_dropout import refuse_patch_dropout
-from densefeed.models.token_transformer import Grid, to_map
-from densefeed.objectives.base import Method, Place, StepContext, WrappedModel
+from densefeed.models.token_transformer import Grid
+from densefeed.models.wrapped_model import WrappedModel
+from densefeed.objectives.base import Method, Place, StepContext
 from densefeed.objectives.losses import weighted_mean
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.philox import philox_on_device
@@ -279,33 +279,6 @@ class LocalizedOutput(NamedTuple):
 
     output: Any
     loss: Tensor
-
-
-def feature_map(features: Any, model: nn.Module, image_NCHW: Tensor) -> Tensor:
-    """Reshape the output of timm's `forward_features` to a map `[N, D, R, C]`.
-
-    Accepts `[N, T, D]` with or without prefix tokens, `[N, D, R, C]` and `[N, R, C, D]`. Raises
-    ValueError if it is none of these, or the class token alone.
-    """
-    ndim = features.ndim if isinstance(features, Tensor) else 0
-    if ndim == 4:
-        channels_last = getattr(model, "output_fmt", "NCHW") == "NHWC"
-        return features.permute(0, 3, 1, 2) if channels_last else features
-    if ndim == 3:
-        tokens_NTD = features[:, getattr(model, "num_prefix_tokens", 0) :]
-        T, (H, W) = tokens_NTD.shape[1], image_NCHW.shape[2:]
-        # PiT has no num_prefix_tokens, and returns its class tokens without its map.
-        unprefixed = not hasattr(model, "num_prefix_tokens")
-        if unprefixed and getattr(model, "cls_token", tokens_NTD[:, :0]).shape[1] == T:
-            raise ValueError(
-                "its features are the class token alone, without a grid of tokens; choose another "
-                "model"
-            )
-        # Tokens are square, so the grid has the proportions of the image.
-        R = round(math.sqrt(T * H / W))
-        if R and T % R == 0:
-            return to_map(tokens_NTD, (R, T // R))
-    raise ValueError("its features are neither a map nor a grid of tokens; choose another model")
 
 
 def forward_last_map(model: nn.Module, image_NCHW: Tensor) -> tuple[Any, list[Tensor]]:

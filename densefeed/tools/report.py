@@ -43,6 +43,7 @@ from densefeed.pipelines.loader import Source, ThreadedLoader
 from densefeed.pipelines.open import open_dataset
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.shapes import describe_shape
+from densefeed.step import read_patch_size
 from densefeed.storage.dataset_names import list_some
 from densefeed.storage.images import Images
 from densefeed.system.errors import UserError, make_command, restore_url
@@ -224,7 +225,8 @@ def build_augmentation(run: RunRecord, loader: ThreadedLoader) -> tuple[int, Aug
         objective = build_objective(config.setting)
         model, _ = build_model(config.model, config.data, objective, loader.num_classes)
     side, _ = loader.plan.shape(0, 0)
-    grid = side // model.patch_size if isinstance(model, TokenTransformer) else 16
+    has_tokens = objective.needs_tokens or isinstance(model, TokenTransformer)
+    grid = side // read_patch_size(model, objective) if has_tokens else 16
     mean, std = (model.pretrained_cfg[name] for name in ("mean", "std"))
     published = config.labels.geometry == "published"
     return grid, Augmentation(loader.plan, config.augment, mean, std, warps_maps=published)

@@ -5,8 +5,14 @@ from torch import nn
 
 from densefeed.models import checkpoints
 from densefeed.models.model_spec import CANNOT_BUILD, find_forbidden, is_registered
-from densefeed.models.token_transformer import TokenTransformer, has_tokens, name_multiples
-from densefeed.objectives.base import Objective, get_networks
+from densefeed.models.token_transformer import (
+    FUSED_FROM,
+    TokenTransformer,
+    has_tokens,
+    name_multiples,
+)
+from densefeed.models.wrapped_model import get_networks
+from densefeed.objectives.base import Objective
 from densefeed.pipelines.open import DataOptions
 from densefeed.pipelines.shapes import Shape, describe_shape
 from densefeed.step import read_patch_size
@@ -14,10 +20,6 @@ from densefeed.system.errors import UserError, first_line, is_out_of_memory
 from densefeed.training.config import ModelOptions
 from densefeed.training.ranks import Ranks
 from densefeed.training.speed import peak_flops, training_flops
-
-# From this number of classes on, the tokens' loss is computed without storing all logits. Below,
-# whole logits take less memory than the rest of a step, and less time.
-FUSED_FROM = 4096
 
 
 def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
@@ -32,7 +34,7 @@ def model_arguments(
 ) -> dict[str, object]:
     """Return the arguments of the model. UserError for arguments that other options set."""
     kwargs: dict[str, object] = {"num_classes": num_classes}
-    # A model without a token head refuses the first argument that it does not know.
+    # For a model without a token head of its own, `build_model` leaves it out.
     if has_tokens(options.name) or objective.needs_tokens:
         kwargs["token_head"] = objective.needs_tokens
     # A model without stochastic depth has no such argument, so 0 leaves it out.
@@ -50,24 +52,24 @@ def model_arguments(
     return kwargs
 
 
-def check_tokens(name: str, model: nn.Module | None, objective: Objective) -> None:
-    """Raise UserError for a model without the token head, patch size or MixToken of a run.
-
-    `model` is None if it cannot be built with a token head.
-    """
+def check_tokens(name: str, model: nn.Module, objective: Objective) -> None:
+    """Raise UserError for a model without the token head, patch size or MixToken of a run."""
     mixes, ours = objective.setting.mix.mixtoken, "an lvvit, dhvt or t2t_vit model"
-    if objective.needs_tokens and not getattr(model, "with_token_head", False):
-        instead = "--objective relabel" + " --no-mixtoken" * mixes
-        raise UserError(
-            f"{name} has no token head; choose {ours}, or {instead}, which any model can train "
-            "with, or add a head as docs/extending.md describes"
-        )
+    if objective.needs_tokens and getattr(model, "with_token_head", False):
+        read_patch_size(model, objective)
+    elif objective.needs_tokens:
+        # Objective.wrap adds a token head, which exchanges patches of pixels.
+        if type(objective).wrap is not Objective.wrap:
+            instead = "--objective relabel" + " --no-mixtoken" * mixes
+            raise UserError(
+                f"{name} has no token head of its own, which {objective.flag} needs for token "
+                f"labels; choose {ours}, or {instead}, which any model can train with"
+            )
+        return
     if mixes and not isinstance(model, TokenTransformer):
         raise UserError(
             f"{name} cannot exchange tokens (MixToken); choose {ours}, or --no-mixtoken"
         )
-    if objective.needs_tokens:
-        read_patch_size(model, objective)
 
 
 def build_model(
@@ -96,18 +98,21 @@ def build_model(
     ways = [sized, kwargs]
     if data.varies:
         ways.insert(0, sized | {"dynamic_img_size": True})
+    if "token_head" in kwargs and not has_tokens(name):
+        # A model of one's own may bring a head; the objective adds it to others.
+        ways += [{key: way[key] for key in way if key != "token_head"} for way in ways]
     for way in ways:
         try:
             spec = checkpoints.ModelSpec(name, way)
             model = spec.build()
-            break
+            # Some models accept any argument without an effect.
+            if not way.get("token_head") or getattr(model, "with_token_head", False):
+                break
         except CANNOT_BUILD as error:
             if is_out_of_memory(error):
                 raise
             # A TypeError means that this model has no such argument: try the next way.
             if way is ways[-1] or not isinstance(error, TypeError):
-                if "token_head" in str(error) and not has_tokens(name):
-                    check_tokens(name, None, objective)
                 remedy = "; change --model-kwargs" if options.kwargs else ""
                 if remedy:
                     remedy += ", or give it bare to remove those of the recipe"

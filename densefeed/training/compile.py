@@ -11,14 +11,8 @@ from torch._dynamo import config as dynamo
 
 from densefeed.models.drop_path import skip_dropped
 from densefeed.models.token_transformer import TokenTransformer
-from densefeed.objectives.base import (
-    Objective,
-    StepContext,
-    get_networks,
-    objective_loss,
-    step_loss,
-    token_mask,
-)
+from densefeed.models.wrapped_model import get_networks
+from densefeed.objectives.base import Objective, StepContext, objective_loss, step_loss, token_mask
 from densefeed.pipelines.batch import Batch
 from densefeed.system.devices import tag_compiled_code
 from densefeed.training.mixed_linear import WeightCopies

@@ -43,7 +43,7 @@ from densefeed.training.optimizers import check_optimizer, has_momentum
 class ModelOptions(Options):
     """The section `model`: the network and how it is built."""
 
-    # any timm classifier; token-label needs a token head (lvvit_*, dhvt_*, t2t_vit_*, or your own)
+    # any timm classifier; token-label adds a token head to one that has none
     name: Annotated[str, arg(name="model")] = "lvvit_s"
     # more arguments of the model, each NAME=VALUE with a Python value, e.g. depth=12
     kwargs: Annotated[tuple[str, ...], list_values("STR", name="model-kwargs")] = ()

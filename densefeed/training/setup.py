@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from densefeed.models import checkpoints
+from densefeed.models.token_head import TokenHeadModel
 from densefeed.models.token_transformer import TokenTransformer
 from densefeed.objectives import build_objective
 from densefeed.objectives.base import Objective
@@ -238,6 +239,11 @@ def build_trainable(
     if options.half_residual:
         narrow_residual(model, options.name, dtype)
     trainable = objective.wrap(model, model.num_classes, place)
+    if isinstance(trainable, TokenHeadModel) and ranks.is_first:
+        print(
+            f"note: {options.name} has no token head; a linear layer on its tokens of "
+            f"{trainable.patch_size} px is trained beside it, which no export has"
+        )
     captured = can_capture(run.compile, ranks)
     if captured:
         check_captured(optim, trainable, ranks)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from densefeed.objectives.base import WrappedModel
+from densefeed.models.wrapped_model import WrappedModel
 from densefeed.system.errors import UserError, first_line
 from densefeed.training.config import OptimOptions
 from densefeed.training.ema import WeightAverage

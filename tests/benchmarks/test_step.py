@@ -226,8 +226,8 @@ def test_out_of_memory_raises(monkeypatch):
         ({"threads": 999}, r"--threads 999: this process may use \d+ cores"),
         ({"data": Path("train.beton")}, "--data needs --loader ffcv, which reads that .beton"),
         (
-            {"model": "resnet18", "objective": "token-label"},
-            r"resnet18 has no token head; choose one of lvvit_\*, ",
+            {"model": "pit_ti_224", "objective": "token-label"},
+            "pit_ti_224: its features are the class token alone",
         ),
         ({"model": "resnet1"}, "timm knows no model 'resnet1'"),
         ({"objective": "token-label", "classes": 2**16 + 1}, "at most 65,536 classes"),

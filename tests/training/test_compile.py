@@ -11,7 +11,8 @@ import torch
 from timm.layers import DropPath
 
 from densefeed.models.agent_cnn import make_agent
-from densefeed.objectives.base import StepContext, get_networks
+from densefeed.models.wrapped_model import get_networks
+from densefeed.objectives.base import StepContext
 from densefeed.objectives.bootstrapping import JointModel
 from densefeed.objectives.drloc import LocalizedModel
 from densefeed.pipelines.mixing import MixOptions

@@ -179,8 +179,8 @@ def test_outside_dry_run_names_empty_files(micro, folder, tmp_path, split, capsy
 
 
 def test_dry_run_raises_the_errors_of_a_run(micro, tmp_path):
-    with pytest.raises(UserError, match="has no token head"):
-        training.train(micro(tmp_path / "run", dry_run=True, model="resnet18"))
+    with pytest.raises(UserError, match="pit_ti_224: its features are the class token alone"):
+        training.train(micro(tmp_path / "run", dry_run=True, model="pit_ti_224"))
     with pytest.raises(UserError, match="cannot be divided into parts of 3 images"):
         training.train(micro(tmp_path / "run", dry_run=True, microbatch=3))
 

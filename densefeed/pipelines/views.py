@@ -15,7 +15,6 @@ apply the geometric operations to Views too.
 
 import copy
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,10 +33,6 @@ Row = tuple[float, float, float]
 Size = tuple[int, int]  # height, width
 # A number, or a sequence of one to four as the functional allows.
 Numbers = float | Sequence[float]
-
-# Erased pixels keep their labels, as with --erase-probability. torchvision warns that it has
-# changed nothing but the image.
-warnings.filterwarnings("ignore", r"RandomErasing\(\) is currently passing .*tv_tensors\.View")
 
 
 class View(tv_tensors.Mask):
@@ -96,6 +91,26 @@ class View(tv_tensors.Mask):
         through.
         """
         return self if cls is Tensor else super().as_subclass(cls)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Return a part as a plain tensor.
+
+        IndexError for masks: v2.SanitizeBoundingBoxes drops the rows of boxes from masks of as many
+        rows as boxes, and passes through what it cannot index.
+        """
+        if isinstance(index, Tensor) and index.dtype == torch.bool:
+            raise IndexError("a View has no rows to choose; use its properties")
+        return self.plain[index]
+
+    @classmethod
+    def wrap(cls, tensor: Tensor, like: "View", **options: Any) -> "View":
+        """Raise UserError: only torchvision's kernels for masks wrap what they return.
+
+        A functional that moves pixels and is newer than this module has no other.
+        """
+        raise UserError(
+            "a View cannot follow this transform of torchvision; leave it out, or update DenseFeed"
+        )
 
     @property
     def plain(self) -> Tensor:
@@ -283,7 +298,7 @@ def rotate(
         # round the size each its own way. Of 10,000 angles they differ in about four.
         blank = Image.new("1", size[::-1]) if view.is_pil else torch.empty(0, *size, device="meta")
         size = F.get_size(F.rotate(blank, angle, expand=True, center=center))
-    # Multiples of 90 degrees are exact with 15 digits, so that a view turned by 180 is axis-aligned.
+    # Exact at multiples of 90 degrees with 15 digits: a view turned by 180 stays axis-aligned.
     cos = round(math.cos(math.radians(angle)), 15)
     sin = round(math.sin(math.radians(angle)), 15)
     # Counterclockwise, where y points down.
@@ -315,10 +330,8 @@ for functional in REFUSED:
 
 # Operations of the policies that move no pixel. All others are applied to Views; torchvision
 # raises TypeError for one that has no kernel.
-KEEPING = frozenset(
-    "Identity Brightness Color Contrast Sharpness Posterize Solarize AutoContrast Equalize Invert"
-    .split()
-)
+KEEPING = {"Identity", "Brightness", "Color", "Contrast", "Sharpness", "Posterize", "Solarize"}
+KEEPING |= {"AutoContrast", "Equalize", "Invert"}
 
 
 class Following:

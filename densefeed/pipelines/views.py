@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
@@ -80,7 +79,8 @@ class View(tv_tensors.Mask):
                 f"View.identity takes a PIL image or a tensor, not {type(image).__name__}; convert "
                 "the image with v2.ToImage first"
             ) from None
-        view = cls([[1, 0, 0, 0, 1, width], [0, 1, 0, 0, 1, height]])
+        rows = (1, 0, 0, 0, 1, width), (0, 1, 0, 0, 1, height)
+        view = torch.tensor(rows, dtype=torch.float64).as_subclass(cls)
         view.is_pil = isinstance(image, Image.Image)
         return view
 
@@ -130,7 +130,8 @@ class View(tv_tensors.Mask):
     @property
     def canvas_size(self) -> Size:
         """Height and width of the network's input in pixels."""
-        width, height = self.plain[..., 5].flatten()[:2].tolist()
+        plain = self.plain
+        (*_, width), (*_, height) = (plain if plain.ndim == 2 else plain.flatten(0, -3)[0]).tolist()
         return int(height), int(width)
 
 
@@ -142,24 +143,33 @@ def compose(view: View, size: Size, x: Row, y: Row) -> View:
 
     `x` and `y` take a point of its output to one of its input, both from 0 to 1 along their sides.
     """
-    numbers, rows = view.plain, []
+    plain = view.plain
+    if plain.ndim > 2:
+        return View(torch.stack([compose(View(one), size, x, y).plain for one in plain]))
     # In floats of Python: a tenth of the time of operations on such small tensors.
-    for pair in numbers.reshape(-1, 2, 6).tolist():
-        for (a, b, shift, first, last, _), pixels in zip(pair, reversed(size), strict=True):
-            u, v, w = a * x[0] + b * y[0], a * x[1] + b * y[1], a * x[2] + b * y[2] + shift
-            # The output's four corners reach from here to there in the stored image.
-            first = max(first, w + min(u, 0) + min(v, 0))
-            last = min(last, w + max(u, 0) + max(v, 0))
-            rows.append([u, v, w, first, max(first, last), pixels])
-    new = View(torch.tensor(rows, dtype=torch.float64).view(numbers.shape))
+    row_x, row_y = plain.tolist()
+    rows = compose_row(row_x, x, y, size[1]), compose_row(row_y, x, y, size[0])
+    new = torch.tensor(rows, dtype=torch.float64).as_subclass(View)
     new.is_pil = view.is_pil
     return new
 
 
-def cut(view: View, top: int, left: int, height: int, width: int) -> View:
-    """Append a crop, which may reach beyond its input."""
+def compose_row(row: Sequence[float], x: Row, y: Row, pixels: int) -> tuple[float, ...]:
+    """Do so for one axis of the stored image."""
+    a, b, shift, first, last, _ = row
+    u, v, w = a * x[0] + b * y[0], a * x[1] + b * y[1], a * x[2] + b * y[2] + shift
+    # The output's four corners reach from `low` to `high` in the stored image.
+    low = w + (u if u < 0 else 0) + (v if v < 0 else 0)
+    high = w + (u if u > 0 else 0) + (v if v > 0 else 0)
+    first = low if low > first else first
+    last = high if high < last else last
+    return u, v, w, first, last if last > first else first, pixels
+
+
+def cut(view: View, top: int, left: int, height: int, width: int, size: Size) -> View:
+    """Append a crop, which may reach beyond its input, and is resized to `size`."""
     H, W = view.canvas_size
-    return compose(view, (height, width), (width / W, 0, left / W), (0, height / H, top / H))
+    return compose(view, size, (width / W, 0, left / W), (0, height / H, top / H))
 
 
 def warp(
@@ -185,9 +195,17 @@ def warp(
 
 
 def spread(numbers: Numbers, count: int) -> list[float]:
-    """Repeat a number, or a sequence of fewer, to `count`: as torchvision reads sizes."""
+    """Repeat a number, or a sequence of fewer, to `count`: as torchvision reads its arguments."""
     numbers = [numbers] if isinstance(numbers, int | float) else list(numbers)
     return numbers * (count // len(numbers))
+
+
+def resized(size: Size, to: Numbers | None, max_size: int | None = None) -> Size:
+    """Return the size that torchvision resizes images of `size` to."""
+    if isinstance(to, Sequence) and len(to) == 2:
+        return tuple(to)
+    # Of an image without channels, which costs little.
+    return tuple(F.resize(torch.empty(0, *size), size=to, max_size=max_size).shape[1:])
 
 
 # ---------------------------------------------------------------- kernels
@@ -220,7 +238,7 @@ def vertical_flip(view: View) -> View:
 
 @kernel(F.crop)
 def crop(view: View, top: int, left: int, height: int, width: int) -> View:
-    return cut(view, top, left, height, width)
+    return cut(view, top, left, height, width, (height, width))
 
 
 @kernel(F.pad)
@@ -228,7 +246,7 @@ def pad(view: View, padding: Numbers, fill: Any = None, padding_mode: str = "con
     # In every mode: pixels that are repeated or mirrored beyond the image count as fill.
     left, top, right, bottom = spread(padding, 4)
     H, W = view.canvas_size
-    return cut(view, -top, -left, H + top + bottom, W + left + right)
+    return crop(view, -top, -left, H + top + bottom, W + left + right)
 
 
 @kernel(F.center_crop)
@@ -239,7 +257,7 @@ def center_crop(view: View, output_size: Numbers) -> View:
         -((side - canvas) // 2) if side > canvas else round((canvas - side) / 2)
         for side, canvas in zip(size, view.canvas_size, strict=True)
     )
-    return cut(view, top, left, *size)
+    return crop(view, top, left, *size)
 
 
 @kernel(F.resize)
@@ -250,16 +268,14 @@ def resize(
     max_size: int | None = None,
     antialias: bool | None = True,
 ) -> View:
-    # An image without channels gets the size that torchvision computes, and costs nothing.
-    blank = F.resize(torch.empty(0, *view.canvas_size), size=size, max_size=max_size)
-    return compose(view, blank.shape[1:], (1, 0, 0), (0, 1, 0))
+    return compose(view, resized(view.canvas_size, size, max_size), (1, 0, 0), (0, 1, 0))
 
 
 @kernel(F.resized_crop)
 def resized_crop(
     view: View, top: int, left: int, height: int, width: int, size: Numbers, **options: Any
 ) -> View:
-    return resize(cut(view, top, left, height, width), size)
+    return cut(view, top, left, height, width, resized((height, width), size))
 
 
 @kernel(F.affine)
@@ -341,29 +357,39 @@ class Following:
     generator.
     """
 
-    views: list[View]
+    # The Views of a call, by their place among the leaves of its sample.
+    views: dict[int, View]
 
     def forward(self, *inputs: Any) -> Any:
-        leaves, spec = tree_flatten(inputs)
-        places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, View)]
-        # The Views of this call are held by a copy, as threads may share a transform.
+        # A copy holds them, as threads may share a transform.
         call = copy.copy(self)
-        call.views = [leaves[at] for at in places]
-        # The policy passes None through, and would refuse a View.
-        for at in places:
-            leaves[at] = None
-        leaves, spec = tree_flatten(super(Following, call).forward(*tree_unflatten(leaves, spec)))
-        for at, view in zip(places, call.views, strict=True):
-            leaves[at] = view
-        return tree_unflatten(leaves, spec)
+        call.views = {}
+        return super(Following, call).forward(*inputs)
 
-    # The only private method of torchvision that is used; the same in 0.26 to 0.29.
+    # These three private methods are the same in torchvision 0.26 to 0.29.
+
+    def _flatten_and_extract_image_or_video(self, inputs: Any, *types: Any) -> Any:
+        others = tv_tensors.BoundingBoxes, tv_tensors.KeyPoints
+        found = super()._flatten_and_extract_image_or_video(inputs, others)
+        for place, leaf in enumerate(found[0][0]):
+            if isinstance(leaf, View):
+                self.views[place] = leaf
+            elif isinstance(leaf, tv_tensors.Mask):
+                raise TypeError(f"Inputs of type Mask are not supported by {type(self).__name__}()")
+        return found
+
+    def _unflatten_and_insert_image_or_video(self, flat: Any, image: Any) -> Any:
+        for place, view in self.views.items():
+            flat[0][place] = view
+        return super()._unflatten_and_insert_image_or_video(flat, image)
+
     def _apply_image_or_video_transform(
         self, image: Any, transform_id: str, magnitude: float, **options: Any
     ) -> Any:
         apply = super()._apply_image_or_video_transform
         if transform_id not in KEEPING:
-            self.views = [apply(view, transform_id, magnitude, **options) for view in self.views]
+            for place, view in self.views.items():
+                self.views[place] = apply(view, transform_id, magnitude, **options)
         return apply(image, transform_id, magnitude, **options)
 
 

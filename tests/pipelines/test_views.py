@@ -375,6 +375,9 @@ def test_outside_every_operation_of_a_policy_is_known(name):
     assert set(policy._AUGMENTATION_SPACE) <= views.KEEPING | GEOMETRIC
     with pytest.raises(TypeError, match=rf"type View are not supported by {name}"):
         POLICIES[name](v2)(torch.zeros(3, 9, 9, dtype=torch.uint8), make_view())
+    # What torchvision's refuse is refused still.
+    with pytest.raises(TypeError, match=f"type Mask are not supported by {name}"):
+        policy(torch.zeros(3, 9, 9, dtype=torch.uint8), tv_tensors.Mask(torch.zeros(9, 9)))
 
 
 def test_outside_threads_share_a_policy():

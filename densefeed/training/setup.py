@@ -242,7 +242,7 @@ def build_trainable(
     if isinstance(trainable, TokenHeadModel) and ranks.is_first:
         print(
             f"note: {options.name} has no token head; a linear layer on its tokens of "
-            f"{trainable.patch_size} px is trained beside it, which no export has"
+            f"{trainable.patch_size} px is trained with it and left out of exports"
         )
     captured = can_capture(run.compile, ranks)
     if captured:

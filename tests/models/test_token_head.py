@@ -368,9 +368,15 @@ def test_outside_a_loop_of_ones_own_trains_it(packed):
                 optimizer.zero_grad()
                 losses.append(loss.item())
         assert sum(losses[-3:]) < sum(losses[:3])
-    loader = densefeed.open_loader(packed[0], batch=4, size=48, threads=1)
-    with loader, pytest.raises(UserError, match="48 x 48 pixels would have partial tokens"):
-        densefeed.build_step(loader, headed, "token-label")
+    sizes = dict(num_classes=2, img_size=32, depth=1, embed_dim=24, num_heads=3)
+    fixed = densefeed.with_token_head(timm.create_model("vit_tiny_patch16_224", **sizes))
+    with densefeed.open_loader(packed[0], batch=4, size=48, threads=1) as loader:
+        for model, message in (
+            (headed, "ResNet: inputs of 48 x 48 pixels would have partial tokens"),
+            (fixed, r"VisionTransformer cannot take inputs of 48 x 48 pixels \(.*img_size"),
+        ):
+            with pytest.raises(UserError, match=message):
+                densefeed.build_step(loader, model, "token-label")
 
 
 def test_the_objective_wraps_only_models_without_a_head(micro, tmp_path):

@@ -9,7 +9,7 @@ from torch import nn
 
 from densefeed.models import checkpoints  # noqa: F401  (registers our models)
 from densefeed.models.block_maps import forward_block_maps, forward_merged_maps
-from densefeed.objectives.base import WrappedModel
+from densefeed.models.wrapped_model import WrappedModel
 from densefeed.objectives.drloc import (
     ALPHA,
     LocalizationHead,

@@ -16,7 +16,7 @@ from benchmarks.targets import (
     main,
     make_step,
     peak_bytes,
-    sparse_loss,
+    train_loss,
 )
 from densefeed.system.errors import UserError
 
@@ -32,7 +32,7 @@ def test_sparse_and_dense_give_the_same_loss_and_gradient():
     step = make_step(small(batch=17), CPU)
     assert {float(turned) for turned in step.batch.view[:, 0, 0].sign()} == {-1.0, 1.0}
     results = []
-    for loss in (sparse_loss, dense_loss):
+    for loss in (train_loss, dense_loss):
         drop_gradients(step)
         value = loss(step)
         value.backward()
@@ -106,7 +106,7 @@ def test_peak_memory_excludes_the_final_gradients():
 
 def test_drop_gradients():
     step = make_step(small(), CPU)
-    assert backward_sync(sparse_loss, step) == 5
+    assert backward_sync(train_loss, step) == 5
     assert step.tokens.grad.abs().sum() > 0
     drop_gradients(step)
     assert step.tokens.grad is step.cls.grad is None

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from densefeed import Batch, Method, Options, register_objective, train
-from densefeed.models.wrapped_model import WrappedModel
-from densefeed.objectives.base import Place, StepContext
+from densefeed.objectives.base import Place, StepContext, WrappedModel
 from densefeed.objectives.losses import weighted_mean
 
 

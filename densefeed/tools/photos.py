@@ -198,7 +198,9 @@ def recipe_name(student: str) -> str:
 def show_scores(scores: dict[str, list[Score]], seeds: int) -> Table:
     """Return the table of the students' accuracies and times."""
     title = f"Accuracy of the students (lvvit_micro), {seeds} seed{'s' * (seeds > 1)}"
-    found = Table("trained on", title=title, title_justify="left")
+    found = Table(title=title, title_justify="left")
+    # A long name takes two lines, instead of losing its end.
+    found.add_column("trained on", overflow="fold")
     for head in ("validation scenes", "held-out scenes", "time"):
         found.add_column(head, justify="right")
     for name, runs in scores.items():

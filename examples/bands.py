@@ -26,7 +26,7 @@ from densefeed import View
 PLACES = np.linspace(-0.5, 2.5, 8)[:, None]
 RESPONSE = np.exp(-2 * (PLACES - np.arange(3)) ** 2)
 RESPONSE /= RESPONSE.sum(1, keepdims=True)
-# Of the rendering: red, green, blue.
+# The bands of the rendering: red, green, blue.
 RENDERED = [1, 4, 6]
 # Standard deviation of a band's noise, as a share of the brightest value; independent in each band.
 NOISE = 0.15

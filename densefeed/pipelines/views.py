@@ -207,7 +207,7 @@ def resized(size: Size, to: Numbers | None, max_size: int | None = None) -> Size
     """Return the size that torchvision resizes images of `size` to."""
     if isinstance(to, Sequence) and len(to) == 2:
         return tuple(to)
-    # Of an image without channels, which costs little.
+    # An image without channels costs little.
     return tuple(F.resize(torch.empty(0, *size), size=to, max_size=max_size).shape[1:])
 
 

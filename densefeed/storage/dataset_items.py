@@ -53,7 +53,7 @@ class DatasetItems:
     or differs when it is read again, and for a label that is missing or invalid.
     """
 
-    # Of `sample_sizes`' files as many items are read: 32 of all, and two of a shard.
+    # As many items are read as `sample_sizes` has files: 32 of all, and two of a shard.
     sampling = SIZED_FILES // SAMPLED
 
     def __init__(self, dataset: Any, name: str) -> None:
@@ -250,7 +250,7 @@ def list_labels(dataset: Any, name: str) -> np.ndarray | None:
         stated = next((labels for labels in found if labels is not None), None)
     try:
         labels = np.asarray(stated)
-    # Of nested lists, as the boxes of objects, or on another device.
+    # Nested lists, as the boxes of objects, or a tensor on another device.
     except (ValueError, TypeError):
         return None
     fits = labels.shape == (len(dataset),) and labels.dtype.kind in "iu"

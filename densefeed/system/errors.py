@@ -14,7 +14,7 @@ from typing import TextIO
 from densefeed.system.collector import ignore_imports
 from densefeed.system.terminal import STDERR, STDOUT, flush_stdout, name_stream, print
 
-# Of a checkout; of an installed wheel the folder of all packages.
+# The root of a checkout; for an installed wheel, the folder of all packages.
 ROOT = Path(__file__).parents[2]
 REMEDIES = {
     errno.ENOSPC: "the disk is full; free some space or choose another place",

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import scenes
-import timm
 import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
@@ -101,16 +100,7 @@ else:
     loader = DataLoader(
         images, options.batch, shuffle=True, num_workers=options.workers, drop_last=True
     )
-    student = timm.create_model(
-        "lvvit_micro",
-        in_chans=len(bands),
-        num_classes=len(images.classes),
-        token_head=True,
-        img_size=96,
-        depth=3,
-        stem=((7, 2), (3, 2), (4, 2)),
-        stem_width=32,
-    )
+    student = scenes.make_student(len(images.classes), in_chans=len(bands), img_size=96)
     optimizer, schedule = scenes.make_optimizer(student, 6e-3, options.epochs, len(loader))
     labels = densefeed.open_score_maps(options.maps)
     for _ in range(options.epochs):

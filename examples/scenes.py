@@ -36,7 +36,7 @@ class ViewedImages(ImageFolder):
 
 
 def read_options(description: str) -> argparse.Namespace:
-    """Parse the command line. The defaults are those of `densefeed train quickstart_token_label`"""
+    """Parse the command line. Its defaults are those of the recipe quickstart_token_label."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--data", type=Path, required=True, help="folder with train/ and val/")
     parser.add_argument("--maps", type=Path, required=True, help="score maps of train/")
@@ -50,18 +50,11 @@ def read_options(description: str) -> argparse.Namespace:
     return options
 
 
-def make_student(num_classes: int) -> torch.nn.Module:
+def make_student(num_classes: int, **options: int) -> torch.nn.Module:
     """Return the student of the quickstart; any model with a token head will do."""
     stem = ((7, 2), (3, 2), (4, 2))
-    return timm.create_model(
-        "lvvit_micro",
-        num_classes=num_classes,
-        token_head=True,
-        img_size=64,
-        depth=3,
-        stem=stem,
-        stem_width=32,
-    )
+    options = {"img_size": 64, "token_head": True, "depth": 3, "stem_width": 32} | options
+    return timm.create_model("lvvit_micro", num_classes=num_classes, stem=stem, **options)
 
 
 def make_optimizer(model: torch.nn.Module, lr: float, epochs: int, steps: int):

@@ -11,8 +11,8 @@ import densefeed
 class DenseLabelTask(TrainingTask):
     """As timm's TokenDistillationTask, but the teacher has labeled the images before.
 
-    A target is (path, view) of each image; the result has the `loss` and the `output` of the class
-    token, as timm's train.py reads them.
+    A target is the paths and the views of a batch. The result has the `loss`, which is all that a
+    task must return.
     """
 
     def __init__(self, model: torch.nn.Module, maps, **how) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2
-LOOPS = ["torchvision_loop", "timm_task", "accelerate_loop", "lightning_module", "hf_trainer"]
+LOOPS = ["timm_task", "accelerate_loop", "lightning_module", "hf_trainer"]
 
 
 def run(command, words, folder, store, tmp_path, *more):
@@ -25,7 +25,6 @@ def test_the_loop_of_torchvision(folder, maps, tmp_path, command):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOOPS)
 def test_loops_of_other_libraries(name, folder, maps, tmp_path, command):
-    pytest.importorskip("transformers" if name == "hf_trainer" else "torch")
     run(command, [EXAMPLES / f"{name}.py"], folder, maps, tmp_path, "--workers", 1)
 
 

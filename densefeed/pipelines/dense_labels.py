@@ -126,7 +126,8 @@ class StoredLabels:
             grid: tokens along a side of the input, or (rows, columns); 1 is the class token. Of a
                 list of these the maps are read once, and a list is returned.
             rules: smoothing, temperature, geometry and what counts outside.
-            device: where targets are computed; default: that of `view`.
+            device: where targets are computed; default: that of `view`. The host waits
+                for the copy of a view on a GPU, so give views on the CPU and the device.
 
         Raises UserError for an image without a map, a damaged map, and a view that is not affine
         or shows a region without area.

@@ -83,6 +83,8 @@ def test_any_affine_view_is_a_walk_over_its_points(random_maps, folder, tmp_path
     torch.testing.assert_close(found.weight.double(), weight, rtol=0, atol=1e-5)
     told = weight > 0
     assert not told.all()
+    # Places on the map have some ten roundings of 6 cells * 2^-24 in float32, and probabilities
+    # change by at most 3 a cell: 1e-5.
     torch.testing.assert_close(found.dense(K)[told].double(), want[told], rtol=0, atol=2e-5)
 
 

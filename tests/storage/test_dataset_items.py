@@ -235,7 +235,7 @@ def test_outside_the_fingerprint_shows_other_lengths_orders_labels_and_pixels(ph
     whole = fingerprint(files)
     assert whole == fingerprint([(Image.fromarray(image), label) for image, label in files])
     other = [(255 - image, label) for image, label in files]
-    # Of a label alone, of images of one label that changed places, and of fewer.
+    # Another label, images of one label in other places, and fewer items.
     places = [0, 1, 4, 3, 2, 5, 6]
     for changed in (files[:-1], [(files[0][0], 1), *files[1:]], [files[n] for n in places], other):
         assert fingerprint(changed) != whole

@@ -80,6 +80,7 @@ bench: $(READY)
 	$(RUN) -m benchmarks.targets --compare head --batch 64 --classes 21841 --rounds 3 --json bench/head.json
 	$(RUN) -m benchmarks.augment --json bench/augment.json
 	$(RUN) -m benchmarks.store --json bench/store.json
+	$(RUN) -m benchmarks.any_loop --json bench/any_loop.json
 	$(RUN) -m benchmarks.relabel --json bench/relabel.json
 	$(RUN) -m benchmarks.relabel --compile --precision bf16 --json bench/relabel-compiled.json
 	$(RUN) -m benchmarks.step --batch 8 --objective token-label --steps 1 --json bench/step.json

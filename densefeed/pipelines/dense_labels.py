@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from densefeed.pipelines.batch import Batch
-from densefeed.pipelines.folder import map_spec
+from densefeed.pipelines.folder import check_row, locate_rows, map_spec, read_parts
 from densefeed.pipelines.shapes import Grid
 from densefeed.pipelines.targets import (
     EDGE,
@@ -19,7 +19,7 @@ from densefeed.pipelines.targets import (
     palette_maps,
     sparse_targets,
 )
-from densefeed.storage.score_maps import ScoreMapStore, find_faults
+from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError
 
 # N images   T tokens   K classes
@@ -134,10 +134,11 @@ class StoredLabels:
         """
         rows = self.find_rows(ids)
         matrix, shown = split_view(view, len(rows))
-        maps = self._store.rows(rows)
-        for fault, bad in find_faults(maps, self.num_classes, self._store.palette[rows]).items():
-            if bad.any():
-                raise self._store.invalid_map(rows[bad.argmax()], fault)
+        maps, failed = read_parts(locate_rows(self._store, rows), self._spec)
+        for row in rows[failed].tolist():
+            # Raises the reason. A map that failed once and now reads well has none to give.
+            check_row(self._store, row)
+            raise UserError(f"{self.path}: row {row} cannot be read; copy the file again")
         matrix_N23 = matrix.float()
         aligned = not matrix_N23[:, [0, 1], [1, 0]].any()
         batch = Batch(

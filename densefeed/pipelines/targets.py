@@ -380,23 +380,25 @@ def sparse_targets(
         targets = SparseTargets(maps.palette, extra, base, weight, total)
         return resolve_background(targets, spec, rules)
     pool_map, inside = sampler(batch, spec, grid, rules)
-    value, weight = pool_map(maps.value), inside  # N T M, N T
+    # The largest tensor, N T M. It is changed in place: new memory for each operation costs more
+    # than the arithmetic, 5 of 28 ms for 128 images of 14 x 14 tokens over 55 classes.
+    value, weight = pool_map(maps.value), inside
     # The mean with 0 for samples outside is the mean of those inside times their share.
     if rules.outside == "uniform":
-        value, weight = value * inside[..., None], torch.ones_like(inside)
+        value, weight = value.mul_(inside[..., None]), torch.ones_like(inside)
     if maps.share is None:
         # Subtracted so that exp cannot overflow; at least 0, the logit of all other classes.
         peak = value.amax(-1, keepdim=True).clamp(min=0)
         # e^0 of a class outside the palette, after the shift.
         rest = (-peak).exp()
-        above = (value - peak).exp() - rest
+        above = value.sub_(peak).exp_().sub_(rest)
         scale = on / (spec.num_classes * rest + above.sum(-1, keepdim=True))
-        base, extra = (rest * scale).squeeze(-1), above * scale
+        base, extra = (rest * scale).squeeze(-1), above.mul_(scale)
     else:
         base = pool_map(maps.share).squeeze(-1)
         if rules.outside == "uniform":
             base = base * inside + (1 - inside) / spec.num_classes
-        base, extra = on * base, on * value
+        base, extra = on * base, value.mul_(on)
     base = base + off
     # on + K off: larger than 1 by smoothing / K, as published.
     total = torch.full_like(base, on + rules.smoothing)

@@ -24,7 +24,7 @@ from densefeed import View
 # The share of red, green and blue in each band: bells along the spectrum.
 PLACES = np.linspace(-0.5, 2.5, 8)[:, None]
 RESPONSE = np.exp(-2 * (PLACES - np.arange(3)) ** 2)
-RESPONSE /= RESPONSE.sum(1, keepdims=True)
+RESPONSE = np.float32(RESPONSE / RESPONSE.sum(1, keepdims=True))
 # The bands of the rendering: red, green, blue.
 RENDERED = [1, 4, 6]
 # Standard deviation of a band's noise, as a share of the brightest value; independent in each band.
@@ -43,9 +43,9 @@ class Bands(Dataset):
 
     def __getitem__(self, index: int):
         image, label = self.images[index]
-        clean = np.einsum("bc,hwc->bhw", RESPONSE, np.asarray(image) / 255)
-        noise = np.random.default_rng(index).normal(0, NOISE, clean.shape)
-        return (np.clip(clean + noise, 0, 1) * 65535).astype(np.uint16), label
+        bands = np.moveaxis(np.asarray(image, np.float32) / 255 @ RESPONSE.T, 2, 0)
+        bands += NOISE * np.random.default_rng(index).standard_normal(bands.shape, np.float32)
+        return (np.clip(bands, 0, 1) * 65535).astype(np.uint16), label
 
 
 class Rendering(Bands):

@@ -23,7 +23,7 @@ from densefeed.pipelines.open import DataOptions, Mode, open_dataset
 from densefeed.pipelines.targets import TargetRules
 from densefeed.relabel.run import Labeling, run_labeling
 from densefeed.step import Step
-from densefeed.storage.dataset_items import DatasetItems
+from densefeed.storage.dataset_items import DatasetItems, name_dataset
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError
 from densefeed.system.factories import is_factory
@@ -148,11 +148,6 @@ def label(
     items = None if place else DatasetItems(dataset, name_dataset(dataset))
     given = () if all(isinstance(each, str) for each in teachers) else teachers
     return run_labeling(labeling, items, given)
-
-
-def name_dataset(dataset: Any) -> str:
-    """Return what messages call a dataset object."""
-    return f"the dataset {type(dataset).__name__}"
 
 
 def open_loader(

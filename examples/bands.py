@@ -102,7 +102,8 @@ else:
     )
     student = scenes.make_student(len(images.classes), in_chans=len(bands), img_size=96)
     optimizer, schedule = scenes.make_optimizer(student, 6e-3, options.epochs, len(loader))
-    labels = densefeed.open_score_maps(options.maps)
+    # Maps of another dataset would be refused.
+    labels = densefeed.open_score_maps(options.maps, Rendering(options.data / "train"))
     for _ in range(options.epochs):
         for image, _label, index, view in loader:
             scenes.dense_loss(student, labels, image, index, view).backward()

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,10 @@ from densefeed.pipelines.targets import (
     palette_maps,
     sparse_targets,
 )
+from densefeed.storage.dataset_items import DatasetItems, name_dataset
+from densefeed.storage.images import Images
 from densefeed.storage.score_maps import ScoreMapStore
+from densefeed.storage.selection import find_rows
 from densefeed.system.errors import UserError
 
 # N images   T tokens   K classes
@@ -37,8 +41,12 @@ class StoredLabels:
         labels: the image labels, int64 `[N]`.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, dataset: Any = None) -> None:
         self._store = ScoreMapStore(path)
+        if dataset is not None:
+            name = name_dataset(dataset)
+            images = Images(Path(name), DatasetItems(dataset, name), split="train")
+            find_rows(self._store, images, images.root)
         self.path, self._spec = self._store.path, map_spec(self._store)
         self.num_classes = self._spec.num_classes
         self.class_names = list(self._store.header.class_names)
@@ -192,11 +200,14 @@ def split_view(view: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return matrix, torch.where((shown - inside).abs() < EDGE, shown, inside)
 
 
-def open_score_maps(path: str | Path) -> StoredLabels:
+def open_score_maps(path: str | Path, dataset: Any = None) -> StoredLabels:
     """Open a store of score maps for a loop of your own: an .h5 file or a folder of shards.
 
     `targets` returns the labels of any crops of its images, from nothing but their numbers or paths
-    and affine views: no loader, no Batch and no teacher. Raises UserError for a file that is
-    missing, damaged or not finished.
+    and affine views: no loader, no Batch and no teacher. `dataset` is the object that
+    `densefeed.label` labeled; it is compared with the store: number of items, labels and pixels of
+    32 items.
+
+    Raises UserError for a file that is missing, damaged or not finished, and for another dataset.
     """
-    return StoredLabels(path)
+    return StoredLabels(path, dataset)

@@ -176,6 +176,11 @@ class DatasetItems:
         return check_label(label.item() if is_number else label, self.where(index))
 
 
+def name_dataset(dataset: Any) -> str:
+    """Return what messages call a dataset object."""
+    return f"the dataset {type(dataset).__name__}"
+
+
 def check_dataset(dataset: Any, name: str) -> None:
     """Raise UserError unless an object has a number of items and gives them by index."""
     if isinstance(dataset, Mapping):

@@ -112,7 +112,7 @@ def test_outside_labeling_again_labels_what_is_new(photos, teacher, tmp_path, ca
 
 
 def test_outside_maps_of_a_dataset_that_changed_are_refused(photos, teacher, maps, tmp_path):
-    """It shrank, has another order, or has other pixels: in the loader and in the next labeling."""
+    """It shrank, has another order, or has other pixels: for the loader, the labels, a labeling."""
     items, how = list(ImageFolder(photos)), dict(batch=4, size=32, threads=1)
     store = densefeed.label(items, teacher, tmp_path / "maps.h5", **HOW)
     shrunk, reordered = items[:-1], [*items[2::-1], *items[3:]]
@@ -122,8 +122,12 @@ def test_outside_maps_of_a_dataset_that_changed_are_refused(photos, teacher, map
             UserError, match="holds the maps of another dataset than the dataset li"
         ):
             densefeed.open_loader(changed, score_maps=store.path, **how)
+        with pytest.raises(UserError, match="holds the maps of another dataset"):
+            densefeed.open_score_maps(store.path, changed)
         with pytest.raises(UserError, match="exists already; remove it or choose another --out"):
             densefeed.label(changed, teacher, store.path, **HOW)
+    with densefeed.open_score_maps(store.path, items) as labels:
+        assert len(labels) == len(items)
 
 
 def test_outside_a_loader_of_a_dataset_gives_the_batches_of_its_folder(photos, teacher, maps):

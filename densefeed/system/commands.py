@@ -3,6 +3,7 @@
 import sys
 from difflib import get_close_matches
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 
 from densefeed.system.errors import UserError, run
@@ -49,7 +50,10 @@ def call(name: str, *words: str) -> None:
 
 
 def list_commands(name: str) -> None:
-    """Print a line for each subcommand. Raises UserError for the `name` of none."""
+    """Print a line for each subcommand, or the version. UserError for the `name` of none."""
+    if name == "--version":
+        print(f"densefeed {version('densefeed')}")
+        return
     if name not in ("-h", "--help"):
         like = get_close_matches(name, COMMANDS, cutoff=0.5)
         near = f"try {', '.join(like)}, or see" if like else "see all with"
@@ -59,7 +63,7 @@ def list_commands(name: str) -> None:
     for command, module in COMMANDS.items():
         print(f"  {command:<15}{read_summary(module)}")
     print()
-    print("`densefeed COMMAND --help` prints the options of a command.")
+    print("`densefeed COMMAND --help` prints the options of a command; there is --version too.")
 
 
 def read_summary(module: str) -> str:

@@ -9,6 +9,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 
@@ -205,6 +206,7 @@ def describe_environment(precision: str, ranks: Ranks) -> dict:
     processor = platform.processor() or platform.machine()
     return {
         "command": sys.argv,
+        "densefeed": version("densefeed"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "timm": timm.__version__,

@@ -5,7 +5,7 @@ import runpy
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, version
 from pathlib import Path
 
 import pytest
@@ -58,6 +58,12 @@ def test_every_command_has_its_function_and_the_wheel_has_one_script():
     assert EntryPoint("densefeed", place, "console_scripts").load() is commands.main
     for module in COMMANDS.values():
         assert callable(EntryPoint("x", f"densefeed.{module}:command", "x").load()), module
+
+
+def test_the_version_is_that_of_the_installed_package(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/densefeed", "--version"])
+    commands.main()
+    assert capsys.readouterr().out == f"densefeed {version('densefeed')}\n"
 
 
 @pytest.mark.parametrize("name", ["costs", "score-maps"])

@@ -117,7 +117,7 @@ def test_interpreted_kernels_make_the_targets(on_cpu, random_maps, maps, rules, 
     spec, rules = spec._replace(absent=absent), RULES[rules]
     known = targets.palette_maps(batch, spec, rules)
     assert isinstance(known, fused_targets.SlotMaps)
-    palette, slot = palettes(batch.map_class, spec.max_palette)
+    palette, slot = palettes(batch.map_class, spec.max_palette, spec.num_classes)
     assert torch.equal(known.palette, palette)
     assert torch.equal(known.slot.flatten(1).long(), slot)
     for grid in (1, (4, 5)):

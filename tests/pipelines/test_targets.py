@@ -329,7 +329,7 @@ def test_palettes_hold_each_class_once(count, side, top_k, num_classes):
         )
     )
     size = int(palette_sizes(cls.numpy()).max())
-    palette, slot = palettes(cls, size)
+    palette, slot = palettes(cls, size, num_classes)
     torch.testing.assert_close(palette.gather(1, slot), cls.flatten(1).long())
     for n in range(count):
         used = palette[n, : len(cls[n].unique())]

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,8 @@ from densefeed.tools.report import Report
 from densefeed.tools.report import main as report
 from densefeed.training import dry_run
 from densefeed.training.build import build_model, flops_shares
-from densefeed.training.ranks import Ranks
+from densefeed.training.ranks import ALONE, Ranks
+from densefeed.training.setup import setup_run
 from densefeed.training.speed import ActivationBytes, peak_flops, training_flops
 
 from ..runs import SHARED_AGENT, meta_device, model_for, objective_for, records
@@ -198,6 +200,29 @@ def test_dry_run_error_if_memory_is_too_small(micro, tmp_path, monkeypatch):
     assert training.train(micro(tmp_path / "run", batch=64, microbatch=fits, dry_run=True)) == {}
     with pytest.raises(UserError, match="images per forward pass take about"):
         training.train(micro(tmp_path / "run", batch=64, microbatch=2 * fits, dry_run=True))
+
+
+def test_outside_dry_run_counts_copies_of_weights_once(micro, tmp_path, capsys):
+    """Autocast's copies of 8 million weights are 17 MB, whatever the number of images."""
+    needed = {}
+    for precision in ("fp32", "bf16"):
+        fields = dict(model="lvvit_t", batch=64, precision=precision, dry_run=True)
+        training.train(micro(tmp_path / "run", **fields))
+        found = re.search(r"take about ([\d.]+) GB", capsys.readouterr().out)
+        needed[precision] = float(found[1])
+    # With the copies in each of 64 images it was half a gigabyte more than float32.
+    assert needed["bf16"] < needed["fp32"]
+
+
+def test_outside_dry_run_bytes_do_not_depend_on_its_number_of_images(micro, tmp_path):
+    config = micro(tmp_path / "run", model="lvvit_t", precision="bf16")
+    run = setup_run(config, ALONE)
+    with closing(run.loader), closing(run.val):
+        _, kept, per_image = dry_run.first_loss(run, 2)
+        _, _, other = dry_run.first_loss(run, 8)
+    weights = sum(p.numel() for p in run.student.trainable.parameters())
+    assert kept == pytest.approx(2 * weights, rel=0.1)
+    assert per_image == pytest.approx(other, rel=0.02)
 
 
 MEASURED = r"""

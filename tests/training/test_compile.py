@@ -3,7 +3,6 @@
 import copy
 import os
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import timm
@@ -12,12 +11,12 @@ from timm.layers import DropPath
 
 from densefeed.models.agent_cnn import make_agent
 from densefeed.models.wrapped_model import get_networks
-from densefeed.objectives.base import StepContext
 from densefeed.objectives.bootstrapping import JointModel
 from densefeed.objectives.drloc import LocalizedModel
-from densefeed.pipelines.mixing import MixOptions
 from densefeed.system.devices import tag_compiled_code
 from densefeed.training.compile import DropPathMasks, SharedDropPath, compile_step, share_drop_path
+
+from ..runs import compiled_step
 
 
 @pytest.mark.parametrize(
@@ -100,25 +99,6 @@ def test_drop_path_rate_matches_timm(scale):
     assert torch.equal(seen, seen[:, :1, :1].expand_as(seen))
     assert (seen[:, 0, 0] == 0).float().mean().item() == pytest.approx(0.3, abs=0.012)
     assert ours.eval()(x) is x
-
-
-class Squares:
-    """An objective without labels: the mean square of the logits."""
-
-    setting = SimpleNamespace(mix=MixOptions(mixtoken=False))
-
-    def forward(self, network, image, batch, step):
-        return network(image)
-
-    def loss(self, output, batch, step):
-        return output.square().mean()
-
-
-def compiled_step(model):
-    """A step of `--compile blocks`, as a function of the images."""
-    compute = compile_step("blocks", model)
-    context = StepContext(None, 4, None)
-    return lambda image: compute(Squares(), model, SimpleNamespace(image=image), context, None)
 
 
 def test_masks_of_a_step_are_drawn_before_it(monkeypatch):

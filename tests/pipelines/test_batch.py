@@ -32,13 +32,21 @@ def test_on_a_cpu_batches_pass_through():
         assert one.image is other.image
 
 
+@pytest.mark.parametrize("used", [False, True])
+def test_outside_memory_is_pinned_where_cuda_is_used(monkeypatch, used):
+    """Pinned memory would open a context on a GPU that is there and not used."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used)
+    assert Memory().pinned == used
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_copies_on_the_side_stream_are_whole_when_the_step_reads_them():
     """Host memory is pinned and reused immediately; the step is slow, so copies run ahead of it."""
     device, memory = torch.device("cuda"), Memory()
-    assert memory.empty((1,), torch.uint8).is_pinned()
     slow = torch.randn(4096, 4096, device=device)
+    assert memory.empty((1,), torch.uint8).is_pinned()
     sums = []
     for batch in to_device(batches(50, memory), device):
         slow = (slow @ slow).clamp(-1, 1)

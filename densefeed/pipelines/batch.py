@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -136,25 +135,21 @@ def copy_stream(device: torch.device) -> "torch.cuda.Stream":
 def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     """Copy batches to `device`.
 
-    On a GPU each is copied from pinned memory on a side stream while the step before it runs. The
-    host does not wait: the step's stream waits for the copy, and memory is reused only after both
-    streams have finished with it.
+    On a GPU each is copied from pinned memory on a side stream while the step before it runs: it is
+    fetched as soon as that step is queued. The step's stream waits for the copy, and memory is
+    reused only after both streams have finished with it.
     """
     if device.type != "cuda":
         yield from (batch.to(device) for batch in batches)
         return
     side = copy_stream(device)
-
-    def copy(batch: Batch) -> tuple[Batch, torch.cuda.Event]:
-        with torch.cuda.stream(side):
-            return batch.to(device), side.record_event()
-
-    # The next batch is fetched, and its copy begun, before the step that uses this one.
-    for (batch, event), _ in pairwise(chain(map(copy, batches), [(None, None)])):
+    for batch in batches:
         step = torch.cuda.current_stream(device)
-        step.wait_event(event)
+        with torch.cuda.stream(side):
+            moved = batch.to(device)
+            step.wait_event(side.record_event())
         # The fields belong to the side stream: without record_stream, their memory would be reused
         # there once Python drops them, perhaps before the step has read it.
-        for field in batch.tensors.values():
+        for field in moved.tensors.values():
             field.record_stream(step)
-        yield batch
+        yield moved

@@ -1,5 +1,7 @@
 """Transfer of batches to a device."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -30,6 +32,53 @@ def test_on_a_cpu_batches_pass_through():
     given = list(batches(3, Memory()))
     for one, other in zip(to_device(iter(given), torch.device("cpu")), given, strict=True):
         assert one.image is other.image
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """`log(count)` returns what `to_device` and its consumer do with batches, without a GPU."""
+    seen = []
+
+    class Stream:
+        def record_event(self):
+            return self
+
+        def wait_event(self, event):
+            seen.append("wait for the copy")
+
+    class Numbered(int):
+        tensors = {}  # noqa: RUF012
+
+        def to(self, device):
+            seen.append(f"copy {self}")
+            return self
+
+    def load(count):
+        for number in range(count):
+            seen.append(f"load {number}")
+            yield Numbered(number)
+
+    for name, value in {
+        "torch.cuda.stream": lambda stream: nullcontext(),
+        "torch.cuda.current_stream": lambda device: Stream(),
+        "densefeed.pipelines.batch.copy_stream": lambda device: Stream(),
+    }.items():
+        monkeypatch.setattr(name, value)
+
+    def run(count):
+        for number in to_device(load(count), torch.device("cuda")):
+            seen.append(f"step {number}")
+        return seen
+
+    return run
+
+
+def test_outside_a_batch_is_loaded_when_the_step_before_it_is_queued(log):
+    """Loading batch 1 before step 0 delays the first step by the time that a batch takes."""
+    assert log(2) == [
+        *("load 0", "copy 0", "wait for the copy", "step 0"),
+        *("load 1", "copy 1", "wait for the copy", "step 1"),
+    ]
 
 
 @pytest.mark.parametrize("used", [False, True])

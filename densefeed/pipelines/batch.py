@@ -1,5 +1,6 @@
 """Batch: the contract between every loader and the training step."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
@@ -122,6 +123,12 @@ def allocate_maps(
     )
 
 
+# Steps that the host may queue behind the one that a GPU computes. A loop that reads nothing would
+# queue all steps until the next log line, and their batches: 8 GB for 50 of 1,024 images. Two are
+# enough for a loader that is late now and then.
+LEAD = 2
+
+
 @cache
 def copy_stream(device: torch.device) -> "torch.cuda.Stream":
     """Return the side stream of all copies to a GPU.
@@ -137,12 +144,13 @@ def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]
 
     On a GPU each is copied from pinned memory on a side stream while the step before it runs: it is
     fetched as soon as that step is queued. The step's stream waits for the copy, and memory is
-    reused only after both streams have finished with it.
+    reused only after both streams have finished with it. The host waits for the step that is LEAD
+    steps before.
     """
     if device.type != "cuda":
         yield from (batch.to(device) for batch in batches)
         return
-    side = copy_stream(device)
+    side, ends = copy_stream(device), deque()
     for batch in batches:
         step = torch.cuda.current_stream(device)
         with torch.cuda.stream(side):
@@ -153,3 +161,8 @@ def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]
         for field in moved.tensors.values():
             field.record_stream(step)
         yield moved
+        # Blocking: by default the host would poll, on a core that decodes images meanwhile.
+        ends.append(torch.cuda.Event(blocking=True))
+        ends[-1].record(torch.cuda.current_stream(device))
+        if len(ends) > LEAD:
+            ends.popleft().synchronize()

@@ -46,6 +46,17 @@ def log(monkeypatch):
         def wait_event(self, event):
             seen.append("wait for the copy")
 
+    class Event:
+        def __init__(self, blocking=False):
+            assert blocking
+
+        def record(self, stream):
+            # After the step whose line is the last one.
+            self.step = seen[-1]
+
+        def synchronize(self):
+            seen.append(f"wait for {self.step}")
+
     class Numbered(int):
         tensors = {}  # noqa: RUF012
 
@@ -59,6 +70,7 @@ def log(monkeypatch):
             yield Numbered(number)
 
     for name, value in {
+        "torch.cuda.Event": Event,
         "torch.cuda.stream": lambda stream: nullcontext(),
         "torch.cuda.current_stream": lambda device: Stream(),
         "densefeed.pipelines.batch.copy_stream": lambda device: Stream(),
@@ -79,6 +91,14 @@ def test_outside_a_batch_is_loaded_when_the_step_before_it_is_queued(log):
         *("load 0", "copy 0", "wait for the copy", "step 0"),
         *("load 1", "copy 1", "wait for the copy", "step 1"),
     ]
+
+
+def test_outside_the_host_is_two_steps_ahead_at_the_most(log):
+    """Otherwise the batches of all steps until the next log line lie on the device."""
+    seen = log(6)
+    for number in range(3, 6):
+        waited = seen.index(f"wait for step {number - 3}")
+        assert seen.index(f"step {number - 1}") < waited < seen.index(f"load {number}")
 
 
 @pytest.mark.parametrize("used", [False, True])

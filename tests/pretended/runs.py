@@ -63,7 +63,7 @@ def run_job(job: Job) -> dict:
     """Run a job; return its counts, and where the calls were made that a steady step must not make.
 
     A training also returns the bytes that PyTorch has reserved after each epoch, and a steady one
-    what its last evaluation does.
+    its steps that were watched and what its last evaluation does.
     """
     if job.kind == "calls":
         return make_calls()
@@ -87,7 +87,8 @@ def run_job(job: Job) -> dict:
 
         stack.enter_context(mock.patch.object(training, "evaluate", note))
         training.train(config)
-    return summarize(seen) | {"reserved": reserved, "evaluation": summarize(evaluated)}
+    found = {"steps": STEADY, "reserved": reserved, "evaluation": summarize(evaluated)}
+    return summarize(seen) | found
 
 
 def make_calls() -> dict:

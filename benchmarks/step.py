@@ -181,7 +181,7 @@ class Contest:
         shares = self.waits[key] = []
 
         def turn(epoch: int) -> int:
-            clock, images = RunClock(0, np.zeros(2)), 0
+            clock, images = RunClock(0, np.zeros(2), self.device), 0
             # Closing ends the loader's work on further batches, which would slow the next turn.
             with closing(batches(epoch, clock.time_data)) as source:
                 for batch in islice(source, self.steps):

@@ -7,7 +7,9 @@ import shutil
 import time
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -20,11 +22,11 @@ from densefeed.system.errors import UserError
 from densefeed.system.options import with_options
 from densefeed.tools.report import Report
 from densefeed.tools.report import main as report
-from densefeed.training import dry_run
+from densefeed.training import dry_run, speed
 from densefeed.training.build import build_model, flops_shares
 from densefeed.training.ranks import ALONE, Ranks
 from densefeed.training.setup import setup_run
-from densefeed.training.speed import ActivationBytes, peak_flops, training_flops
+from densefeed.training.speed import ActivationBytes, RunClock, peak_flops, training_flops
 
 from ..runs import SHARED_AGENT, meta_device, model_for, objective_for, records
 
@@ -134,6 +136,58 @@ def test_a_run_on_a_cpu_has_no_mfu(micro, tmp_path):
     text = (tmp_path / "run" / "report.html").read_text()
     row = re.search(r"<td>[\d,]+</td><td>(.*?)</td>\n<td>\d+ s</td>", text)
     assert row[1] == "–"
+
+
+class PretendedGpu:
+    """A host with a clock, and a GPU that begins to be free at some time."""
+
+    def __init__(self, monkeypatch):
+        self.now = self.free = 0.0
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self, stream):
+                self.time = max(gpu.now, gpu.free)
+
+            def query(self):
+                return self.time <= gpu.now
+
+            def elapsed_time(self, later):
+                return 1000 * (later.time - self.time)
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+        monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=lambda: gpu.now))
+
+    def load(self, count, seconds):
+        for number in range(count):
+            self.now += seconds
+            yield number
+
+    def step(self, seconds):
+        self.free = max(self.now, self.free) + seconds
+
+
+@pytest.mark.parametrize(
+    ("device", "loading", "waited"),
+    # The first step of 10 s waits for its batch, the other three only for a slower loader.
+    [("cuda", 4, 4), ("cuda", 12, 12 + 3 * 2), ("cpu", 4, 4 * 4)],
+)
+def test_outside_a_wait_for_data_is_that_of_the_device(monkeypatch, device, loading, waited):
+    """The host waits for a batch while a GPU computes the step before it."""
+    gpu = PretendedGpu(monkeypatch)
+    clock = RunClock(0, np.zeros(2), torch.device(device))
+    for _ in clock.time_data(gpu.load(4, loading)):
+        gpu.step(10)
+    gpu.now = gpu.free
+    assert clock.total().tolist() == pytest.approx([gpu.free, waited])
+    steps, seconds, shown = clock.interval(4)
+    assert (steps, seconds, shown) == pytest.approx((4, gpu.free, waited))
+    clock.restart(4)
+    assert clock.interval(4) == (0, 0, 0)
 
 
 def test_outside_a_busy_machine_is_told_when_training_starts(micro, tmp_path, monkeypatch, capsys):

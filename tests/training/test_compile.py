@@ -14,7 +14,13 @@ from densefeed.models.wrapped_model import get_networks
 from densefeed.objectives.bootstrapping import JointModel
 from densefeed.objectives.drloc import LocalizedModel
 from densefeed.system.devices import tag_compiled_code
-from densefeed.training.compile import DropPathMasks, SharedDropPath, compile_step, share_drop_path
+from densefeed.training.compile import (
+    DropPathMasks,
+    SharedDropPath,
+    compile_ends,
+    compile_step,
+    share_drop_path,
+)
 
 from ..runs import compiled_step
 
@@ -162,6 +168,28 @@ def test_patch_embeddings_with_synchronized_norms_stay_in_eager_mode(monkeypatch
         compile_step("blocks", model)
         assert ("_embed" in vars(model)) == (not synced)
         assert "forward_head" in vars(model)
+
+
+@pytest.mark.parametrize("name", ["lvvit_micro", "dhvt_tiny_cifar_patch4"])
+def test_outside_the_last_norm_is_compiled(monkeypatch, name):
+    """Alone it would read and write float32."""
+    regions, seen = [], []
+
+    def compile(function, **options):
+        def run(*args, **kwargs):
+            regions.append(function.__name__)
+            output = function(*args, **kwargs)
+            regions.pop()
+            return output
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compile)
+    model = timm.create_model(name, depth=1, embed_dim=24, img_size=32, num_classes=3).train()
+    compile_ends(model, torch.device("cuda"))
+    model.norm.register_forward_hook(lambda *_: seen.append(list(regions)))
+    model(torch.randn(2, 3, 32, 32))
+    assert seen == [["_forward_end"]]
 
 
 def test_masks_of_a_step_have_the_rates_of_drop_path():

@@ -57,11 +57,11 @@ def mark_slow(names):
 def result(runtime, run_once, tmp_path, request):
     """`result(NAME)` returns what a job did (runs.py); those that compile nothing share a process.
 
-    A name is a training's, a recipe's, `cuda:1`, `calls`, `kernels` or `launches MODE`.
+    A name is a training's, a recipe's, `cuda:1`, `calls`, `kernels`, `head` or `launches MODE`.
     """
 
     def describe(name):
-        if name in ("calls", "kernels"):
+        if name in ("calls", "kernels", "head"):
             return {"name": name, "kind": name}
         if name in RECIPES:
             return {"name": name, "kind": "step", "recipe": name, "options": {"compile": "never"}}
@@ -86,7 +86,7 @@ def result(runtime, run_once, tmp_path, request):
     def get(name):
         # The second device last: it remains the current one.
         fast = [n for n in TRAININGS if not n.endswith(SLOW)]
-        fast += ["calls", "kernels", "cuda:1"]
+        fast += ["calls", "kernels", "head", "cuda:1"]
         names = list(RECIPES) if name in RECIPES else [name] if name.endswith(SLOW) else fast
         return run_once(names[0].replace(" ", "-"), lambda: run(names))[name]
 
@@ -175,6 +175,14 @@ def test_kernels_run_on_the_device_of_their_tensors(result):
     counts = result("kernels")["counts"]
     assert counts["launch on device 1"] >= 10
     assert "launch on device 0" not in counts
+
+
+def test_outside_a_fused_head_adds_to_its_weight_gradient_without_a_temporary(result):
+    """One product for each chunk; another launch would add a product that 16 bits rounded."""
+    found = result("head")
+    assert found["chunks"] == 2
+    # They begin with zeros.
+    assert found["with"] - found["without"] == found["chunks"] + 1
 
 
 @pytest.mark.skipif(

@@ -158,11 +158,11 @@ def restore_cpus_after() -> Iterator[set[int]]:
 
 
 @contextmanager
-def use_cores(threads: int) -> Iterator[None]:
-    """Give this process `threads` cores, and torch as many threads, within the context."""
+def use_cores(threads: int, more: int = 0) -> Iterator[None]:
+    """Give torch `threads` threads, and this process as many cores and `more`, if there are."""
     with restore_cpus_after() as allowed:
         torch.set_num_threads(threads)
-        pin(choose_cores(threads, allowed))
+        pin(choose_cores(threads + more, allowed))
         yield
 
 

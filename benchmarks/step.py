@@ -18,12 +18,16 @@ learning rate and no mixing. Both have `--drop-path`, by default 0, and drop the
 network has a second head, which `ours` lacks, so its ratio to `ours` is the full cost. `--loader
 ffcv` adds a contestant that gets its batches from train.py's loader, timed from the request of the
 first batch to the end of the last step, and the share of that time spent waiting for data. A turn
-begins with an epoch: the more --steps, the smaller the share of the time until its first batch.
+begins with an epoch: the more --steps, the smaller the share of the time until its first batch,
+which has a row of its own. On a GPU the process has a core more than --threads, for launches.
 
 `--variants` adds a contestant for each of its words, `ours` with other options of train.py, as
 `sam_rho=0.1` (names with underscores; several joined by commas, without spaces). If they add
 networks that are evaluated too, each of these that shares no weights is a contestant of its own,
 and the variant is compared with `ours` and these run one after the other.
+
+`--only` leaves out all contestants but these. Without ours or timm no losses are compared.
+`--half-residual` is that of train.py, for all contestants.
 
 `--casts` adds `ours+casts`: the compiled step without training/mixed_linear.py, whose layers each
 cast their own weights. It tells what that file gains.
@@ -45,6 +49,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count, islice, repeat
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,6 +148,8 @@ class StepBenchmark(Output):
     # also measure ours with other options of train.py, each word NAME=VALUE[,NAME=VALUE...]
     variants: tuple[str, ...] = ()
     casts: bool = False  # also measure ours without training/mixed_linear.py
+    half_residual: bool = False  # keep the residual stream in 16 bits
+    only: tuple[str, ...] = ()  # names of contestants, e.g. ours+labels; default: all
     # synthetic: a constant batch; ffcv: also measure ours with batches of train.py's loader
     loader: Literal["synthetic", "ffcv"] = "synthetic"
     # a .beton, for --loader ffcv; default: generated crops of photographs, a batch for each step
@@ -164,13 +171,14 @@ class Contest:
         works: the turn of each contestant in each mode.
         losses: of its last step.
         waits: the share of each of its turns spent waiting for data.
+        firsts: milliseconds of each of its turns until its first batch arrived.
         equality: how far our losses and timm's differ, in each mode.
         added: for each variant the contestants that are networks it adds.
     """
 
     def __init__(self, steps: int, device: torch.device) -> None:
         self.steps, self.device = steps, device
-        self.works, self.losses, self.waits, self.equality = {}, {}, {}, []
+        self.works, self.losses, self.waits, self.firsts, self.equality = {}, {}, {}, {}, []
         self.added: dict[str, Sequence[str]] = {}
 
     def add(self, key: Key, step: Train, batches: Batches) -> None:
@@ -178,13 +186,15 @@ class Contest:
 
         A loader's decoding starts within the turn.
         """
-        shares = self.waits[key] = []
+        shares, firsts = self.waits[key], self.firsts[key] = [], []
 
         def turn(epoch: int) -> int:
-            clock, images = RunClock(0, np.zeros(2)), 0
+            clock, images = RunClock(0, np.zeros(2), self.device), 0
             # Closing ends the loader's work on further batches, which would slow the next turn.
             with closing(batches(epoch, clock.time_data)) as source:
-                for batch in islice(source, self.steps):
+                for number, batch in enumerate(islice(source, self.steps)):
+                    if number == 0:
+                        firsts.append(1000 * clock.total()[0])
                     # Kept as step returns it: float() would wait for the device in every step.
                     self.losses[key] = step(batch)
                     images += len(batch.label)
@@ -231,7 +241,7 @@ def main(benchmark: StepBenchmark) -> dict:
     config = make_config(benchmark, LABELS if benchmark.objective == "token-label" else OURS)
     dtype = autocast_dtype(config.run.precision, device) or torch.float32
     classes, loader = benchmark.classes, None
-    with use_cores(benchmark.threads), ExitStack() as stack:
+    with use_cores(benchmark.threads, int(device.type == "cuda")), ExitStack() as stack:
         if benchmark.loader == "ffcv":
             objective = build_objective(config.setting)
             loader = open_loader(config.data, config.optim, config.run.seed, objective, "train")
@@ -257,6 +267,12 @@ def main(benchmark: StepBenchmark) -> dict:
         if name.endswith(LOADER)
     }
     rows += spread_rows(waits, "ratio")
+    firsts = {
+        f"{name} until the first batch, {mode}": times[1:]
+        for (name, mode), times in contest.firsts.items()
+        if name.endswith(LOADER)
+    }
+    rows += spread_rows(firsts, "ms")
     found = contest.equality
     document = report(
         benchmark, rows, ratios(rates, contest.added), data, facts, "step ", equality=found
@@ -305,6 +321,7 @@ def make_config(benchmark: StepBenchmark, name: str, compile: str = "never") -> 
         lr=RATE,
         lr_batch=benchmark.batch,
         precision=benchmark.precision,
+        half_residual=benchmark.half_residual,
         compile=compile,
     )
     for word in benchmark.variants:
@@ -371,20 +388,43 @@ def build_contest(
                 name, make_config(benchmark, name, compile), trainable, constant, device
             )
             for name, trainable in ours.items()
+            # timm's step draws as ours does.
+            if is_wanted(benchmark, name) or (name == OURS and is_wanted(benchmark, TIMM))
         }
         config = make_config(benchmark, OURS, compile)
-        steps[TIMM] = timm_step(config, deepcopy(ours[OURS]), device, steps[OURS].seed)
+        if is_wanted(benchmark, TIMM):
+            steps[TIMM] = timm_step(config, deepcopy(ours[OURS]), device, steps[OURS].seed)
         bar = EQUAL[autocast_dtype(config.run.precision, device)]
-        # These first steps also compile, before anything is timed.
-        contest.equality.append(compare_losses(steps, batch, mode, bar))
-        for name, step in steps.items():
-            contest.add((name, mode), step, batches)
-        if loader is not None:
-            name = LABELS if LABELS in ours else OURS
+        if is_wanted(benchmark, OURS) and TIMM in steps:
+            # These first steps also compile, before anything is timed.
+            contest.equality.append(compare_losses(steps, batch, mode, bar))
+        for name in filter(partial(is_wanted, benchmark), steps):
+            contest.add((name, mode), steps[name], batches)
+        name = LABELS if benchmark.objective == "token-label" else OURS
+        if loader is not None and is_wanted(benchmark, name + LOADER):
             # An equal but separate student: the first continues with its constant batch.
             step = OurStep(make_config(benchmark, name, compile), ours[name], loader, device)
             contest.add((name + LOADER, mode), step, step.batches)
+    names = dict.fromkeys(name for name, _ in contest.works)
+    if unknown := [name for name in benchmark.only if name not in names]:
+        raise UserError(
+            f"--only {unknown[0]}: the other options give no such contestant; without --only they "
+            "give " + ", ".join(list_names(benchmark))
+        )
     return contest
+
+
+def is_wanted(benchmark: StepBenchmark, name: str) -> bool:
+    """Return whether a contestant is measured."""
+    return not benchmark.only or name in benchmark.only
+
+
+def list_names(benchmark: StepBenchmark) -> list[str]:
+    """Return the names of the contestants, without networks that variants add."""
+    labels = benchmark.objective == "token-label"
+    names = [OURS, *[LABELS] * labels, *(f"{OURS}+{word}" for word in benchmark.variants)]
+    names += [*[CASTS] * benchmark.casts, TIMM]
+    return names + [(LABELS if labels else OURS) + LOADER] * (benchmark.loader == "ffcv")
 
 
 def build_ours(

@@ -83,7 +83,7 @@ def train_loop(run: Run, signal_name: Callable[[], str]) -> dict:
         opened = open_log(options, config.to_dict(), *resumed)
     classes, passes = run.loader.num_classes, 2 if optim.sam_rho else 1
     shares = flops_shares(run.spec, run.objective, classes, passes, run.ranks, run.dtype)
-    clock, vote = RunClock(done, run.spent), StopVote(run.ranks)
+    clock, vote = RunClock(done, run.spent, run.ranks.device), StopVote(run.ranks)
     with opened as log, explain_oom(optim.microbatch, str(options.out)):
         if run.evaluate_first:
             result = evaluate(run, step, log, done)

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import timm
@@ -18,7 +19,7 @@ from densefeed.objectives.base import Objective, StepContext, step_loss
 from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches
 from densefeed.pipelines.batch import Batch, ScoreMapSpec
 from densefeed.pipelines.loader import ThreadedLoader
-from densefeed.pipelines.mixing import Mix, Mixing
+from densefeed.pipelines.mixing import Mix, Mixing, MixOptions
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.relabel.labeling import begin_pass
 from densefeed.relabel.workers import label
@@ -104,6 +105,25 @@ def step_for(config: Config, loader: ThreadedLoader, trainable: nn.Module, dtype
     compute = compile_step(config.run.compile, trainable)
     sections = objective_for(config), config.data, config.augment
     return Step(loader, trainable, *sections, dtype, compute)
+
+
+class Squares:
+    """An objective without labels: the mean square of the logits."""
+
+    setting = SimpleNamespace(mix=MixOptions(mixtoken=False))
+
+    def forward(self, network, image, batch, step):
+        return network(image)
+
+    def loss(self, output, batch, step):
+        return output.square().mean()
+
+
+def compiled_step(model, mode="blocks"):
+    """A compiled step of these squares, as a function of the images."""
+    compute = compile_step(mode, model)
+    context = StepContext(None, 4, None)
+    return lambda image: compute(Squares(), model, SimpleNamespace(image=image), context, None)
 
 
 class FirstBatch(NamedTuple):

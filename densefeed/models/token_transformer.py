@@ -256,8 +256,12 @@ class TokenTransformer(PrunableLayers, nn.Module):
         mixing partner, the batch in reversed order. Tokens are exchanged after the patch embedding
         and before positions are added (Token Labeling, equation 8).
         """
+        return self.norm(self._forward_blocks(image_NCHW, mix_PP))
+
+    def _forward_blocks(self, image_NCHW: Tensor, mix_PP: Tensor | None) -> Tensor:
+        """Return the output of the last block, `[N, 1 + T, D]`."""
         x_NTD = self._embed(image_NCHW, mix_PP)
-        return self.norm(self._run(self.blocks, x_NTD, self.token_grid(image_NCHW)))
+        return self._run(self.blocks, x_NTD, self.token_grid(image_NCHW))
 
     def forward_intermediates(
         self,
@@ -332,7 +336,13 @@ class TokenTransformer(PrunableLayers, nn.Module):
     def forward(
         self, image_NCHW: Tensor, mix_PP: Tensor | None = None
     ) -> Tensor | TokenLogits | TokenFeatures:
-        return self.forward_head(self.forward_features(image_NCHW, mix_PP), mix_PP=mix_PP)
+        return self._forward_end(self._forward_blocks(image_NCHW, mix_PP), mix_PP)
+
+    def _forward_end(
+        self, x_NTD: Tensor, mix_PP: Tensor | None
+    ) -> Tensor | TokenLogits | TokenFeatures:
+        """Return the output of forward from that of the last block: what is compiled as one."""
+        return self.forward_head(self.norm(x_NTD), mix_PP=mix_PP)
 
     def forward_token_logits(self, image_NCHW: Tensor) -> Tensor:
         """Return the logits of every token as a map `[N, K, P, P]`, for use as a dense teacher."""

@@ -215,14 +215,18 @@ class Memory:
     """An allocator of the tensors of batches.
 
     Memory is reused only after the last tensor that shares it is gone, whatever the consumer keeps.
-    With CUDA it is pinned, and PyTorch's own allocator does this (it also waits for copies that a
-    stream has not finished).
+    Where this process uses CUDA it is pinned, and PyTorch's own allocator does this (it also waits
+    for copies that a stream has not finished).
     """
 
     def __init__(self) -> None:
-        self.pinned = torch.cuda.is_available()
         # Free blocks by their shape and dtype; blocks in use by their identity.
         self._free, self._lent = {}, {}
+
+    @property
+    def pinned(self) -> bool:
+        """Whether tensors are pinned: not for a CPU, as it would open a context on a GPU."""
+        return torch.cuda.is_initialized()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialized tensor on the CPU."""

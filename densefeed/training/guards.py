@@ -71,7 +71,7 @@ def find_first_nonfinite(model: nn.Module, compute_loss: Callable[[], Tensor]) -
     """Find the first tensor of a step that is not finite, in order of computation; waits.
 
     Checks the weights, the outputs of modules without children, the loss, then the gradients from
-    the loss back. Returns None if all are finite.
+    the loss back. What is compiled runs in eager mode. Returns None if all are finite.
     """
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
@@ -93,7 +93,9 @@ def find_first_nonfinite(model: nn.Module, compute_loss: Callable[[], Tensor]) -
     ]
     try:
         model.zero_grad(set_to_none=True)
-        loss = compute_loss()
+        # Compiled code ignores hooks that were set after its compilation.
+        with torch.compiler.set_stance("force_eager"):
+            loss = compute_loss()
         if found:
             return found[0]
         if not loss.isfinite().all():

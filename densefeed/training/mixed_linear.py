@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from densefeed.models.lvvit import PatchProjection, flatten_kernel, multiply_patches
+
 # R rows of the input   I inputs   O outputs   N images
 
 
@@ -131,14 +133,33 @@ class MixedLinear(WithCopies, nn.Linear):
         # Evaluation comes after an update, which the copies have not seen.
         if self.low_weight is None or not torch.is_grad_enabled():
             return super().forward(x)
-        bias, image_bias = self.bias, self.image_bias
-        # A number of rows that the images do not divide cannot be summed by image.
-        if image_bias is not None and x.numel() // x.shape[-1] % len(image_bias) == 0:
-            bias = None
-        else:
-            image_bias = None
-        x = x.to(self.low_weight.dtype)
-        return LinearProduct.apply(x, self.weight, bias, self.low_weight, self.low_bias, image_bias)
+        return multiply(self, x, self.weight, self.low_weight)
+
+
+class MixedPatchProjection(WithCopies, PatchProjection):
+    """A projection of patches that multiplies by the copies, where there are any."""
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        if self.low_weight is None or not torch.is_grad_enabled():
+            return super().forward(x_NCHW)
+        low_DI = flatten_kernel(self.low_weight)
+
+        def linear(x: Tensor, weight_DI: Tensor, bias_D: Tensor) -> Tensor:
+            return multiply(self, x, weight_DI, low_DI)
+
+        return multiply_patches(x_NCHW, self.weight, self.bias, linear)
+
+
+def multiply(layer: WithCopies, x: Tensor, weight_OI: Tensor, low_weight_OI: Tensor) -> Tensor:
+    """Multiply by the copy of a matrix, and add that of the layer's bias."""
+    bias, image_bias = layer.bias, layer.image_bias
+    # A number of rows that the images do not divide cannot be summed by image.
+    if image_bias is not None and x.numel() // x.shape[-1] % len(image_bias) == 0:
+        bias = None
+    else:
+        image_bias = None
+    x = x.to(low_weight_OI.dtype)
+    return LinearProduct.apply(x, weight_OI, bias, low_weight_OI, layer.low_bias, image_bias)
 
 
 class MixedLayerNorm(WithCopies, nn.LayerNorm):
@@ -175,13 +196,15 @@ class MixedConv2d(WithCopies, nn.Conv2d):
         return self._conv_forward(x, LowCopy.apply(self.weight, self.low_weight), bias)
 
 
+MIXED = {nn.Linear: MixedLinear, nn.Conv2d: MixedConv2d, PatchProjection: MixedPatchProjection}
+
+
 class WeightCopies:
     """The copies of weights of layers in autocast's dtype, cast in one operation.
 
     Args:
-        regions: modules whose layers of class `nn.Linear` become `MixedLinear`, those of class
-            `nn.Conv2d` `MixedConv2d`, and those of class `nn.LayerNorm` with the name `norm2`
-            `MixedLayerNorm`.
+        regions: modules whose layers of the classes in MIXED become their values, and those of
+            class `nn.LayerNorm` with the name `norm2` `MixedLayerNorm`.
         by_image: whether gradients of biases and norms are summed over images at the end of the
             backward pass. DDP, which averages gradients while others are computed, would have to
             wait.
@@ -189,7 +212,7 @@ class WeightCopies:
 
     def __init__(self, regions: Iterable[nn.Module], by_image: bool) -> None:
         self.by_image = by_image
-        self.layers: list[MixedLinear | MixedConv2d] = []
+        self.layers: list[MixedLinear | MixedConv2d | MixedPatchProjection] = []
         self.norms: list[MixedLayerNorm] = []
         for region in regions:
             for name, part in list(region.named_modules()):
@@ -202,7 +225,7 @@ class WeightCopies:
         hooks = part._forward_hooks or part._forward_pre_hooks
         if hooks or not {n for n, _ in part.named_parameters(recurse=False)} <= {"weight", "bias"}:
             return
-        mixed = {nn.Linear: MixedLinear, nn.Conv2d: MixedConv2d}.get(type(part))
+        mixed = MIXED.get(type(part))
         if name and mixed:
             self.layers.append(mixed(part))
             region.set_submodule(name, self.layers[-1])
@@ -228,7 +251,7 @@ class WeightCopies:
             self._expand(images)
 
     def _expand(self, images: int) -> None:
-        linear = [layer for layer in self.layers if isinstance(layer, MixedLinear)]
+        linear = [layer for layer in self.layers if not isinstance(layer, MixedConv2d)]
         slots = [(layer, "bias") for layer in linear if layer.bias is not None]
         slots += [(norm, name) for norm in self.norms for name in ("weight", "bias")]
         if not slots:

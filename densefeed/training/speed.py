@@ -1,6 +1,7 @@
 """Speed and memory of a run, and the peak rate of the device."""
 
 import time
+from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
@@ -88,36 +89,59 @@ class ActivationBytes(torch.autograd.graph.saved_tensors_hooks):
 
 
 class RunClock:
-    """Measures the seconds of a run and the share of them that it waits for data.
+    """Measures the seconds of a run and the share of them that its device waits for data.
+
+    A GPU waits from the end of the last step that is queued until the next batch arrives. The host
+    is ahead of it and may wait longer. What a GPU has not reached is counted later.
 
     Args:
         step: first step of the first interval.
         spent: float64 `[2]`, seconds and seconds waited in earlier processes of the run.
+        device: of the steps.
     """
 
-    def __init__(self, step: int, spent: np.ndarray) -> None:
-        self._spent, self._began, self._waited = spent, time.perf_counter(), 0.0
+    def __init__(self, step: int, spent: np.ndarray, device: torch.device) -> None:
+        self._spent, self._began, self._device = spent, time.perf_counter(), device
+        # Of a GPU, marks before and after waits that are not in the sum yet.
+        self._sum, self._marks = 0.0, deque()
         self.restart(step)
 
     def time_data(self, items: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the batches and sum the time that each took to arrive."""
+        """Yield the batches and sum the time that the device waits for each."""
         while True:
-            began = time.perf_counter()
+            began = self._mark()
             item = next(items, None)
-            self._waited += time.perf_counter() - began
+            self._marks.append((began, self._mark()))
+            self._waited()
             if item is None:
                 return
             yield item
 
+    def _mark(self) -> "float | torch.cuda.Event":
+        """Return the time, in seconds, or an event of the stream that steps are queued on."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _waited(self) -> float:
+        """Return the seconds waited so far, without waiting."""
+        gpu = self._device.type == "cuda"
+        while self._marks and (not gpu or self._marks[0][1].query()):
+            before, after = self._marks.popleft()
+            self._sum += before.elapsed_time(after) / 1000 if gpu else after - before
+        return self._sum
+
     def restart(self, step: int) -> None:
         """Begin an interval at `step`."""
-        self._interval = step, time.perf_counter(), self._waited
+        self._interval = step, time.perf_counter(), self._waited()
 
     def interval(self, step: int) -> tuple[int, float, float]:
         """Return steps, seconds and seconds waited since the interval began."""
         first, began, waited = self._interval
-        return step - first, time.perf_counter() - began, self._waited - waited
+        return step - first, time.perf_counter() - began, self._waited() - waited
 
     def total(self) -> np.ndarray:
         """Return seconds and seconds waited of the whole run, float64 `[2]`."""
-        return self._spent + np.array([time.perf_counter() - self._began, self._waited])
+        return self._spent + np.array([time.perf_counter() - self._began, self._waited()])

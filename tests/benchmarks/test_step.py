@@ -11,7 +11,7 @@ import pytest
 import torch
 from timm.loss import LabelSmoothingCrossEntropy
 
-from benchmarks import step
+from benchmarks import harness, step
 from benchmarks.step import StepBenchmark, build_contest, main
 from densefeed.system.errors import UserError
 from densefeed.tools.pack_dataset import Packing
@@ -62,10 +62,11 @@ def test_document_and_csv_rows(packed, tmp_path, capsys):
     document = json.loads(out.read_text())
     assert list(document) == ["rows", "ratios", "data", "environment", "equality"]
     names = ["ours", "ours+labels", "timm", "ours+labels+loader"]
-    *rows, wait = document["rows"]
+    *rows, wait, first = document["rows"]
     assert [row["name"] for row in rows] == [f"{name}, eager" for name in names]
     assert wait["name"] == "ours+labels+loader waits for data, eager"
     assert 0 < wait["p25"] <= wait["median"] <= wait["p75"] < 1
+    assert first["name"] == "ours+labels+loader until the first batch, eager"
     pairs = [("ours", "timm"), ("ours+labels", "ours"), ("ours+labels+loader", "ours+labels")]
     assert [(ratio["a"], ratio["b"]) for ratio in document["ratios"]] == pairs
     for ratio in document["ratios"]:
@@ -74,6 +75,7 @@ def test_document_and_csv_rows(packed, tmp_path, capsys):
     assert [(row["name"], row["unit"]) for row in rows] == [
         *((f"step {name}, eager", "images/s") for name in names),
         ("step ours+labels+loader waits for data, eager", "ratio"),
+        ("step ours+labels+loader until the first batch, eager", "ms"),
         *((f"step {a} / {b}, eager", "ratio") for a, b in pairs),
     ]
     assert {row["runs"] for row in rows} == {"2"}
@@ -196,6 +198,51 @@ def test_steps_of_sgd_and_sam():
     ]
 
 
+@pytest.mark.parametrize("only", [("ours+labels",), ("timm", "ours+labels+loader")])
+def test_outside_only_some_contestants_are_measured(packed, monkeypatch, only):
+    """Each other one would compile a network too."""
+    built, build_step = [], step.build_step
+
+    def build_and_note(name, *more):
+        built.append(name)
+        return build_step(name, *more)
+
+    monkeypatch.setattr(step, "build_step", build_and_note)
+    options = dict(objective="token-label", only=only, rounds=1)
+    document = main(small(**options, loader="ffcv", data=packed[0]))
+    rates = [row["name"] for row in document["rows"] if row["unit"] == "images/s"]
+    assert sorted(rates) == sorted(f"{name}, eager" for name in only)
+    # timm's step draws as ours does; the loader's has a step of its own.
+    assert built == (["ours"] if "timm" in only else ["ours+labels"])
+    assert document["equality"] == []
+
+
+def test_outside_the_first_batch_has_a_row_of_its_own(packed):
+    document = main(small(loader="ffcv", data=packed[0], only=("ours+loader",)))
+    (rate,) = (row for row in document["rows"] if row["unit"] == "images/s")
+    (first,) = (row for row in document["rows"] if row["unit"] == "ms")
+    assert first["name"] == "ours+loader until the first batch, eager"
+    # Two steps of 4 images begin with it.
+    assert 0 < first["p25"] < 1000 * 2 * 4 / rate["p25"]
+    assert first["runs"] == rate["runs"] == 2
+
+
+def test_outside_steps_with_a_residual_in_16_bits():
+    contest = build(half_residual=True, precision="bf16", only=("ours",))
+    config = step.make_config(small(half_residual=True), "ours")
+    assert config.model.half_residual
+    assert [name for name, _ in contest.works] == ["ours"]
+
+
+def test_outside_a_gpu_has_a_core_more_than_threads(monkeypatch):
+    """Its launching thread would share the cores of decoding."""
+    pinned = []
+    monkeypatch.setattr(harness, "pin", pinned.append)
+    monkeypatch.setattr(harness, "choose_cores", lambda count, allowed: count)
+    with harness.use_cores(1, 1):
+        assert (torch.get_num_threads(), pinned[0]) == (1, 2)
+
+
 def test_non_finite_losses_raise(monkeypatch):
     monkeypatch.setattr(step, "RATE", 1e30)
     with pytest.raises(
@@ -235,6 +282,10 @@ def test_out_of_memory_raises(monkeypatch):
         (
             {"variants": ("bootstrap=joint",), "model": "nfnet_micro"},
             "it has no blocks of attention",
+        ),
+        (
+            {"only": ("ours+labels",)},
+            "--only ours\\+labels: .* without --only they give ours, timm",
         ),
         ({"variants": ("sam",)}, "--variants sam: 'sam' is not NAME=VALUE, as sam_rho=0.1"),
         ({"variants": ("sam=1",)}, "--variants sam=1: Config has no option 'sam'; see densefeed"),

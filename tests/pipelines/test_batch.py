@@ -1,5 +1,7 @@
 """Transfer of batches to a device."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -32,13 +34,88 @@ def test_on_a_cpu_batches_pass_through():
         assert one.image is other.image
 
 
+@pytest.fixture
+def log(monkeypatch):
+    """`log(count)` returns what `to_device` and its consumer do with batches, without a GPU."""
+    seen = []
+
+    class Stream:
+        def record_event(self):
+            return self
+
+        def wait_event(self, event):
+            seen.append("wait for the copy")
+
+    class Event:
+        def __init__(self, blocking=False):
+            assert blocking
+
+        def record(self, stream):
+            # After the step whose line is the last one.
+            self.step = seen[-1]
+
+        def synchronize(self):
+            seen.append(f"wait for {self.step}")
+
+    class Numbered(int):
+        tensors = {}  # noqa: RUF012
+
+        def to(self, device):
+            seen.append(f"copy {self}")
+            return self
+
+    def load(count):
+        for number in range(count):
+            seen.append(f"load {number}")
+            yield Numbered(number)
+
+    for name, value in {
+        "torch.cuda.Event": Event,
+        "torch.cuda.stream": lambda stream: nullcontext(),
+        "torch.cuda.current_stream": lambda device: Stream(),
+        "densefeed.pipelines.batch.copy_stream": lambda device: Stream(),
+    }.items():
+        monkeypatch.setattr(name, value)
+
+    def run(count):
+        for number in to_device(load(count), torch.device("cuda")):
+            seen.append(f"step {number}")
+        return seen
+
+    return run
+
+
+def test_outside_a_batch_is_loaded_when_the_step_before_it_is_queued(log):
+    """Loading batch 1 before step 0 delays the first step by the time that a batch takes."""
+    assert log(2) == [
+        *("load 0", "copy 0", "wait for the copy", "step 0"),
+        *("load 1", "copy 1", "wait for the copy", "step 1"),
+    ]
+
+
+def test_outside_the_host_is_two_steps_ahead_at_the_most(log):
+    """Otherwise the batches of all steps until the next log line lie on the device."""
+    seen = log(6)
+    for number in range(3, 6):
+        waited = seen.index(f"wait for step {number - 3}")
+        assert seen.index(f"step {number - 1}") < waited < seen.index(f"load {number}")
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_outside_memory_is_pinned_where_cuda_is_used(monkeypatch, used):
+    """Pinned memory would open a context on a GPU that is there and not used."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used)
+    assert Memory().pinned == used
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_copies_on_the_side_stream_are_whole_when_the_step_reads_them():
     """Host memory is pinned and reused immediately; the step is slow, so copies run ahead of it."""
     device, memory = torch.device("cuda"), Memory()
-    assert memory.empty((1,), torch.uint8).is_pinned()
     slow = torch.randn(4096, 4096, device=device)
+    assert memory.empty((1,), torch.uint8).is_pinned()
     sums = []
     for batch in to_device(batches(50, memory), device):
         slow = (slow @ slow).clamp(-1, 1)

@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 
 import densefeed.train as training
+from densefeed.models.kernels.fused_head import chunk_rows, chunked_loss_and_gradients
 from densefeed.objectives.losses import sparse_cross_entropy
 from densefeed.pipelines.augment.augmentation import Augmentation
 from densefeed.pipelines.augment.settings import Augment
@@ -48,11 +49,12 @@ class Job(NamedTuple):
 
     `steady` trains, and watches steps in its second epoch; `whole` trains, and watches all of it;
     `step` watches the first steps of a recipe, and then a batch and a step; `calls` makes each call
-    that a steady step must not make; `kernels` launches ours on another device than the current.
+    that a steady step must not make; `kernels` launches ours on another device than the current;
+    `head` computes a fused head with and without the gradient of its weight.
     """
 
     name: str
-    kind: Literal["steady", "whole", "step", "calls", "kernels"]
+    kind: Literal["steady", "whole", "step", "calls", "kernels", "head"]
     config: dict | None = None  # of Config, for a training
     recipe: str = ""
     images: int = 4  # a batch of the recipe
@@ -63,12 +65,14 @@ def run_job(job: Job) -> dict:
     """Run a job; return its counts, and where the calls were made that a steady step must not make.
 
     A training also returns the bytes that PyTorch has reserved after each epoch, and a steady one
-    what its last evaluation does.
+    its steps that were watched and what its last evaluation does.
     """
     if job.kind == "calls":
         return make_calls()
     if job.kind == "kernels":
         return launch_elsewhere()
+    if job.kind == "head":
+        return fuse_head()
     if job.kind == "step":
         halves = count(Steps(job.recipe, job.images, **job.options or {}))
         return {name: summarize(seen) for name, seen in halves.items()}
@@ -87,7 +91,8 @@ def run_job(job: Job) -> dict:
 
         stack.enter_context(mock.patch.object(training, "evaluate", note))
         training.train(config)
-    return summarize(seen) | {"reserved": reserved, "evaluation": summarize(evaluated)}
+    found = {"steps": STEADY, "reserved": reserved, "evaluation": summarize(evaluated)}
+    return summarize(seen) | found
 
 
 def make_calls() -> dict:
@@ -133,6 +138,21 @@ def launch_elsewhere() -> dict:
         targets = SparseTargets(palette, ones[..., None], ones, ones, ones)
         sparse_cross_entropy(logits, targets)
     return summarize(seen)
+
+
+def fuse_head() -> dict:
+    """Return the chunks of a fused head in bfloat16, and its launches by what it computes."""
+    N, T, D, K, M = 8, 196, 64, 4096, 5
+    empty = partial(torch.zeros, device="cuda")
+    inputs = empty(N, T, D, dtype=torch.bfloat16), empty(K, D), empty(K)
+    targets = empty(N, M, dtype=torch.int64), empty(N, T, M), *[empty(N, T)] * 3
+    rows = chunk_rows(N * T, K, torch.bfloat16, inputs[0].device)
+    found = {"chunks": -(-N * T // rows)}
+    for name, weight_wanted in (("without", False), ("with", True)):
+        with watch() as seen:
+            chunked_loss_and_gradients(*inputs, *targets, torch.bfloat16, True, weight_wanted, True)
+        found[name] = seen.counts["launch"]
+    return found
 
 
 def capture(tensor: torch.Tensor) -> None:

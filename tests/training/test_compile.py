@@ -3,7 +3,6 @@
 import copy
 import os
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import timm
@@ -12,12 +11,18 @@ from timm.layers import DropPath
 
 from densefeed.models.agent_cnn import make_agent
 from densefeed.models.wrapped_model import get_networks
-from densefeed.objectives.base import StepContext
 from densefeed.objectives.bootstrapping import JointModel
 from densefeed.objectives.drloc import LocalizedModel
-from densefeed.pipelines.mixing import MixOptions
 from densefeed.system.devices import tag_compiled_code
-from densefeed.training.compile import DropPathMasks, SharedDropPath, compile_step, share_drop_path
+from densefeed.training.compile import (
+    DropPathMasks,
+    SharedDropPath,
+    compile_ends,
+    compile_step,
+    share_drop_path,
+)
+
+from ..runs import compiled_step
 
 
 @pytest.mark.parametrize(
@@ -102,25 +107,6 @@ def test_drop_path_rate_matches_timm(scale):
     assert ours.eval()(x) is x
 
 
-class Squares:
-    """An objective without labels: the mean square of the logits."""
-
-    setting = SimpleNamespace(mix=MixOptions(mixtoken=False))
-
-    def forward(self, network, image, batch, step):
-        return network(image)
-
-    def loss(self, output, batch, step):
-        return output.square().mean()
-
-
-def compiled_step(model):
-    """A step of `--compile blocks`, as a function of the images."""
-    compute = compile_step("blocks", model)
-    context = StepContext(None, 4, None)
-    return lambda image: compute(Squares(), model, SimpleNamespace(image=image), context, None)
-
-
 def test_masks_of_a_step_are_drawn_before_it(monkeypatch):
     """The step equals that of the uncompiled network with these masks; each step has others."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
@@ -182,6 +168,28 @@ def test_patch_embeddings_with_synchronized_norms_stay_in_eager_mode(monkeypatch
         compile_step("blocks", model)
         assert ("_embed" in vars(model)) == (not synced)
         assert "forward_head" in vars(model)
+
+
+@pytest.mark.parametrize("name", ["lvvit_micro", "dhvt_tiny_cifar_patch4"])
+def test_outside_the_last_norm_is_compiled(monkeypatch, name):
+    """Alone it would read and write float32."""
+    regions, seen = [], []
+
+    def compile(function, **options):
+        def run(*args, **kwargs):
+            regions.append(function.__name__)
+            output = function(*args, **kwargs)
+            regions.pop()
+            return output
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compile)
+    model = timm.create_model(name, depth=1, embed_dim=24, img_size=32, num_classes=3).train()
+    compile_ends(model, torch.device("cuda"))
+    model.norm.register_forward_hook(lambda *_: seen.append(list(regions)))
+    model(torch.randn(2, 3, 32, 32))
+    assert seen == [["_forward_end"]]
 
 
 def test_masks_of_a_step_have_the_rates_of_drop_path():

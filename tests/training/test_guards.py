@@ -4,8 +4,10 @@ import math
 import os
 import signal
 import time
+from functools import partial
 
 import pytest
+import timm
 import torch
 from torch import nn
 
@@ -19,6 +21,8 @@ from densefeed.training.guards import (
     find_first_nonfinite,
     signal_handler,
 )
+
+from ..runs import compiled_step
 
 CPU = torch.device("cpu")
 
@@ -77,6 +81,22 @@ def test_first_nonfinite_tensor_is_named(layer, message):
     assert find_first_nonfinite(model, lambda: model(torch.ones(2, 3)).sum()) == message
     assert all(p.grad is None for p in model.parameters())
     assert not any(m._forward_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("mode", ["blocks", "whole"])
+def test_outside_first_nonfinite_tensor_of_a_compiled_step_is_named(monkeypatch, mode):
+    """Compiled code ignores the hooks; what follows the block would be named instead."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    shape = dict(img_size=32, depth=2, embed_dim=24, num_heads=2, num_classes=3)
+    model = timm.create_model("lvvit_micro", token_head=False, **shape).train()
+    step, image = compiled_step(model, mode), torch.randn(2, 3, 32, 32)
+    step(image).backward()
+    with torch.no_grad():
+        # Each weight is finite, and the sum over the inputs is not.
+        model.blocks[1].mlp.fc1.weight.fill_(3e38)
+    found = find_first_nonfinite(model, lambda: step(image))
+    assert found == "the output of blocks.1.mlp.fc1 (Linear)"
 
 
 def test_weights_are_checked_first_and_loss_after_outputs():

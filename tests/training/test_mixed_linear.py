@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import densefeed.models  # noqa: F401  (registers its models)
+from densefeed.models.lvvit import PatchProjection
 from densefeed.training.mixed_linear import MixedConv2d, MixedLayerNorm, MixedLinear, WeightCopies
 
 IMAGES = 4
@@ -148,6 +149,33 @@ def test_convolutions_have_the_outputs_and_gradients_of_autocast(padding_mode):
     assert list(net.state_dict()) == list(plain.state_dict())
     with torch.no_grad():
         assert torch.equal(net(x), plain(x))
+
+
+@pytest.mark.parametrize("by_image", [False, True])
+def test_outside_gradients_of_projected_patches_are_not_rounded(by_image):
+    """They are products as those of linear layers, summed in float32, not convolutions."""
+    torch.manual_seed(0)
+    net = nn.Sequential(PatchProjection(3, 8, 4, 4)).to(memory_format=torch.channels_last)
+    plain, x = copy.deepcopy(net), torch.randn(IMAGES, 3, 12, 12, requires_grad=True)
+    plain_x = x.detach().clone().requires_grad_()
+    copies = WeightCopies([net], by_image)
+    copies.update(torch.bfloat16, IMAGES)
+    out = run(net, x, torch.bfloat16)
+    # Sums in another order, rounded to 8 bits.
+    torch.testing.assert_close(out, run(plain, plain_x, torch.bfloat16), rtol=2**-7, atol=2**-7)
+    # The numbers as autocast rounds them, with gradients in float64.
+    exact = copy.deepcopy(plain).double()
+    with torch.no_grad():
+        for part in exact.parameters():
+            part.copy_(part.bfloat16())
+    exact_x = x.detach().bfloat16().double().requires_grad_()
+    exact.zero_grad()
+    exact(exact_x).backward((2 * out.detach().double()).bfloat16().double())
+    for part, other in zip(net.parameters(), exact.parameters(), strict=True):
+        assert part.grad.dtype == torch.float32
+        torch.testing.assert_close(part.grad.double(), other.grad, **FLOAT32)
+    torch.testing.assert_close(x.grad, exact_x.grad.float(), rtol=2**-7, atol=2**-7)
+    assert net[0].weight.grad.is_contiguous(memory_format=torch.channels_last)
 
 
 FAMILIES = {

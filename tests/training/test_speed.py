@@ -5,8 +5,11 @@ import os
 import re
 import shutil
 import time
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -19,10 +22,11 @@ from densefeed.system.errors import UserError
 from densefeed.system.options import with_options
 from densefeed.tools.report import Report
 from densefeed.tools.report import main as report
-from densefeed.training import dry_run
+from densefeed.training import dry_run, speed
 from densefeed.training.build import build_model, flops_shares
-from densefeed.training.ranks import Ranks
-from densefeed.training.speed import ActivationBytes, peak_flops, training_flops
+from densefeed.training.ranks import ALONE, Ranks
+from densefeed.training.setup import setup_run
+from densefeed.training.speed import ActivationBytes, RunClock, peak_flops, training_flops
 
 from ..runs import SHARED_AGENT, meta_device, model_for, objective_for, records
 
@@ -134,6 +138,58 @@ def test_a_run_on_a_cpu_has_no_mfu(micro, tmp_path):
     assert row[1] == "–"
 
 
+class PretendedGpu:
+    """A host with a clock, and a GPU that begins to be free at some time."""
+
+    def __init__(self, monkeypatch):
+        self.now = self.free = 0.0
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self, stream):
+                self.time = max(gpu.now, gpu.free)
+
+            def query(self):
+                return self.time <= gpu.now
+
+            def elapsed_time(self, later):
+                return 1000 * (later.time - self.time)
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+        monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=lambda: gpu.now))
+
+    def load(self, count, seconds):
+        for number in range(count):
+            self.now += seconds
+            yield number
+
+    def step(self, seconds):
+        self.free = max(self.now, self.free) + seconds
+
+
+@pytest.mark.parametrize(
+    ("device", "loading", "waited"),
+    # The first step of 10 s waits for its batch, the other three only for a slower loader.
+    [("cuda", 4, 4), ("cuda", 12, 12 + 3 * 2), ("cpu", 4, 4 * 4)],
+)
+def test_outside_a_wait_for_data_is_that_of_the_device(monkeypatch, device, loading, waited):
+    """The host waits for a batch while a GPU computes the step before it."""
+    gpu = PretendedGpu(monkeypatch)
+    clock = RunClock(0, np.zeros(2), torch.device(device))
+    for _ in clock.time_data(gpu.load(4, loading)):
+        gpu.step(10)
+    gpu.now = gpu.free
+    assert clock.total().tolist() == pytest.approx([gpu.free, waited])
+    steps, seconds, shown = clock.interval(4)
+    assert (steps, seconds, shown) == pytest.approx((4, gpu.free, waited))
+    clock.restart(4)
+    assert clock.interval(4) == (0, 0, 0)
+
+
 def test_outside_a_busy_machine_is_told_when_training_starts(micro, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.getloadavg", lambda: (1e4, 0.0, 0.0))
@@ -198,6 +254,29 @@ def test_dry_run_error_if_memory_is_too_small(micro, tmp_path, monkeypatch):
     assert training.train(micro(tmp_path / "run", batch=64, microbatch=fits, dry_run=True)) == {}
     with pytest.raises(UserError, match="images per forward pass take about"):
         training.train(micro(tmp_path / "run", batch=64, microbatch=2 * fits, dry_run=True))
+
+
+def test_outside_dry_run_counts_copies_of_weights_once(micro, tmp_path, capsys):
+    """Autocast's copies of 8 million weights are 17 MB, whatever the number of images."""
+    needed = {}
+    for precision in ("fp32", "bf16"):
+        fields = dict(model="lvvit_t", batch=64, precision=precision, dry_run=True)
+        training.train(micro(tmp_path / "run", **fields))
+        found = re.search(r"take about ([\d.]+) GB", capsys.readouterr().out)
+        needed[precision] = float(found[1])
+    # With the copies in each of 64 images it was half a gigabyte more than float32.
+    assert needed["bf16"] < needed["fp32"]
+
+
+def test_outside_dry_run_bytes_do_not_depend_on_its_number_of_images(micro, tmp_path):
+    config = micro(tmp_path / "run", model="lvvit_t", precision="bf16")
+    run = setup_run(config, ALONE)
+    with closing(run.loader), closing(run.val):
+        _, kept, per_image = dry_run.first_loss(run, 2)
+        _, _, other = dry_run.first_loss(run, 8)
+    weights = sum(p.numel() for p in run.student.trainable.parameters())
+    assert kept == pytest.approx(2 * weights, rel=0.1)
+    assert per_image == pytest.approx(other, rel=0.02)
 
 
 MEASURED = r"""

@@ -29,6 +29,18 @@ def chunk_rows(count: int, num_classes: int, dtype: torch.dtype, device: torch.d
     return rows if device.type == "cpu" else max(rows, -(-count // GPU_CHUNKS))
 
 
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add the product of two matrices to a matrix of their dtype or of float32, in place."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        # Without a temporary: 17 MB a chunk for 21,841 classes and bfloat16, which rounds it.
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        # A CPU has no products with a sum of another dtype.
+        total += a @ b
+
+
 def chunked_loss_and_gradients(
     features_NTD: Tensor,
     weight_KD: Tensor,
@@ -76,11 +88,8 @@ def chunked_loss_and_gradients(
         grad_RK = kernels.backward(row_weight[here].to(precise), logits_R1K, *sums, *targets)[:, 0]
         if features_wanted:
             features_grad[here] = grad_RK @ weight
-        # addmm_ adds without a temporary, but takes no product of another dtype than the sum.
-        if weight_wanted and dtype == precise:
-            weight_grad.addmm_(grad_RK.T, features_RD)
-        elif weight_wanted:
-            weight_grad += grad_RK.T @ features_RD
+        if weight_wanted:
+            add_product(weight_grad, grad_RK.T, features_RD)
         if bias_wanted:
             bias_grad += grad_RK.sum(0, dtype=precise)
     return (

@@ -186,9 +186,8 @@ def augment_batches(
 ) -> Iterator[Batch]:
     """Yield the batches on `device`, augmented.
 
-    The operations are chosen on the host before the batch is copied, one step ahead.
+    The operations are chosen on the host, before the batch is copied.
     """
-    # On a GPU, to_device requests a batch before it yields the one before, so two may wait here.
     choices = deque()
 
     def choose() -> Iterator[Batch]:

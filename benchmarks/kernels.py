@@ -1,0 +1,268 @@
+"""Time the kernels of an LV-ViT's training step one by one, each beside its floor.
+
+    python -m benchmarks.kernels --device cuda
+    python -m benchmarks.kernels --model lvvit_deit_s --batch 256 --device cuda --json kernels.json
+
+Products, attention, convolutions, norms, GELU and BatchNorm have the shapes of the model's step,
+random operands, and the form that PyTorch gives them without compilation. A row is the time of all
+calls of a step: milliseconds of a call times the number of its layers. The gradients of products
+and convolutions are timed apart, for the input and for the weight. Within a compiled step, kernels
+that only move numbers are fused and take less.
+
+The floor of a call is the larger of two times: its operations at the rate of a large product, and
+its bytes, each operand read or written once, at the rate of a large copy. Both rates are measured
+here, with random numbers: a product of equal numbers takes less power and runs at a higher clock. A
+ratio is the floor by the time of the same round, so 1 is perfect.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.harness import (
+    CORES,
+    Count,
+    Output,
+    check_threads,
+    command,
+    compare,
+    device_name,
+    environment,
+    report,
+    spread_rows,
+    take_turns,
+    use_cores,
+)
+from densefeed.models.lvvit import LVViT, PatchProjection, multiply_patches
+from densefeed.system.devices import choose_device, synchronize
+from densefeed.system.errors import UserError
+from densefeed.system.progress import steps_bar
+from densefeed.training.mixed_linear import float32_product
+
+# N images   T tokens   D width   P side of the token grid   R rows of a product
+
+# The rates that floors are computed from.
+PRODUCT, COPY = "large product", "large copy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelBenchmark(Output):
+    """Options of this benchmark."""
+
+    model: str = "lvvit_s"  # an LV-ViT
+    batch: Count = 256  # images per batch
+    size: Count = 224  # side of the network's input, pixels
+    classes: Count = 1000  # of both heads
+    device: str = "auto"  # auto: cuda if available, else cpu
+    calls: Count = 20  # of a kernel in a round
+    rounds: Count = 9  # measured rounds, after one for warm-up
+    side: Count = 8192  # rows and columns of the large product and the large copy
+    threads: Count = CORES  # of torch on a CPU
+
+
+class Kernel(NamedTuple):
+    """A call and what it must compute and move."""
+
+    call: Callable[[], object]
+    layers: int  # calls of a step
+    operations: float
+    bytes: float
+
+
+def main(benchmark: KernelBenchmark) -> dict:
+    """Measure, print and record; return the document that --json writes."""
+    check_threads(benchmark.threads)
+    device, facts = choose_device(benchmark.device), environment()
+    facts |= {"threads": benchmark.threads}
+    model = timm.create_model(
+        benchmark.model, img_size=benchmark.size, num_classes=benchmark.classes
+    )
+    if not isinstance(model, LVViT):
+        raise UserError(f"--model {benchmark.model} is not an LV-ViT; give lvvit_s or another one")
+    kernels = list_kernels(benchmark, model, device)
+    with (
+        use_cores(benchmark.threads),
+        steps_bar("benchmark", len(kernels) * (benchmark.rounds + 1), 0) as advance,
+    ):
+        works = {
+            name: partial(repeat_call, kernel.call, benchmark.calls, device)
+            for name, kernel in kernels.items()
+        }
+        rates = take_turns(works, benchmark.rounds, done=lambda name: advance(1, name))
+    times = {
+        name: [1000 * kernels[name].layers / rate for rate in found]
+        for name, found in rates.items()
+    }
+    ratios = [
+        compare("floor", name, floors(kernels, rates, name), times[name])
+        for name in kernels
+        if name not in (PRODUCT, COPY)
+    ]
+    data = (
+        f"{benchmark.model}, {benchmark.batch} images of {benchmark.size} px, {benchmark.classes} "
+        f"classes, bfloat16; {device_name(device)}"
+    )
+    return report(benchmark, spread_rows(times, "ms/step"), ratios, data, facts, "kernel ")
+
+
+def repeat_call(call: Callable[[], object], count: int, device: torch.device, _: int) -> int:
+    """Call a kernel `count` times, one after the other; return the number."""
+    for _ in range(count):
+        call()
+    synchronize(device)
+    return count
+
+
+def floors(kernels: dict[str, Kernel], rates: dict[str, list[float]], name: str) -> list[float]:
+    """Return the least milliseconds that a step's calls of a kernel take, in each round."""
+    kernel = kernels[name]
+    return [
+        1000
+        * kernel.layers
+        * max(
+            kernel.operations / (kernels[PRODUCT].operations * product),
+            kernel.bytes / (kernels[COPY].bytes * copy),
+        )
+        for product, copy in zip(rates[PRODUCT], rates[COPY], strict=True)
+    ]
+
+
+def list_kernels(
+    benchmark: KernelBenchmark, model: LVViT, device: torch.device
+) -> dict[str, Kernel]:
+    """Return the kernels of a step by name, the two that give the rates first."""
+    random = partial(torch.randn, device=device, dtype=torch.bfloat16)
+    N, P = benchmark.batch, benchmark.size // model.patch_size
+    T, block, side = P * P + 1, model.blocks[0], benchmark.side
+    one, other = random(side, side), random(side, side)
+    found = {
+        PRODUCT: Kernel(lambda: one @ other, 1, 2 * side**3, 6 * side**2),
+        COPY: Kernel(lambda: one.copy_(other), 1, 0, 4 * side**2),
+    }
+    layers = {
+        "qkv": block.attn.qkv,
+        "proj": block.attn.proj,
+        "fc1": block.mlp.fc1,
+        "fc2": block.mlp.fc2,
+    }
+    for name, layer in layers.items():
+        found |= products(name, N * T, layer, len(model.blocks), random)
+    D, hidden = model.embed_dim, block.mlp.fc1.out_features
+    found |= products("token head", N * P * P, nn.Linear(D, benchmark.classes), 1, random)
+    heads = block.attn.num_heads
+    qkv = random(N, T, 3, heads, D // heads)
+
+    def attend(qkv: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*(p.transpose(1, 2) for p in qkv.unbind(2)))
+
+    # The backward pass recomputes the weights: five products for the two of the forward pass.
+    operations = 4 * N * heads * T * T * (D // heads)
+    found |= both("attention", attend, [qkv], len(model.blocks), operations, 2.5 * operations)
+    norm = nn.LayerNorm(D, device=device)
+    stream = torch.randn(N, T, D, device=device)
+    normalize = partial(F.layer_norm, normalized_shape=(D,), eps=norm.eps)
+    inputs = [stream, norm.weight.detach(), norm.bias.detach()]
+    found |= both(
+        "norm in float32",
+        lambda x, weight, bias: normalize(x, weight=weight, bias=bias),
+        inputs,
+        2 * len(model.blocks) + 1,
+    )
+    found |= both("gelu", F.gelu, [random(N, T, hidden)], len(model.blocks))
+    return found | dict(stem_kernels(model, N, benchmark.size, random))
+
+
+def products(
+    name: str, R: int, layer: nn.Linear, count: int, random: Callable[..., Tensor]
+) -> dict[str, Kernel]:
+    """Return the product of a linear layer and those of its two gradients."""
+    weight = random(layer.weight.shape)
+    x, grad = random(R, layer.in_features), random(R, layer.out_features)
+    operations, moved = 2 * R * weight.numel(), x.nbytes + grad.nbytes
+    calls = {
+        "forward": (lambda: x @ weight.T, weight.nbytes),
+        "input's gradient": (lambda: grad @ weight, weight.nbytes),
+        # In float32.
+        "weight's gradient": (lambda: float32_product(grad.T, x), 2 * weight.nbytes),
+    }
+    return {
+        f"{name}, {what}": Kernel(call, count, operations, moved + more)
+        for what, (call, more) in calls.items()
+    }
+
+
+def both(
+    name: str,
+    function: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+    layers: int,
+    forward: float = 0,
+    backward: float = 0,
+) -> dict[str, Kernel]:
+    """Return forward and backward pass of a function; `forward`, `backward` are operations."""
+    leaves = [tensor.requires_grad_() for tensor in inputs]
+    out = function(*leaves)
+    grad = torch.randn_like(out)
+    read = sum(tensor.nbytes for tensor in leaves)
+
+    @torch.no_grad()
+    def run() -> Tensor:
+        return function(*leaves)
+
+    def differentiate() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, leaves, grad, retain_graph=True)
+
+    return {
+        f"{name}, forward": Kernel(run, layers, forward, read + out.nbytes),
+        f"{name}, backward": Kernel(differentiate, layers, backward, 2 * read + out.nbytes),
+    }
+
+
+def layer_function(layer: nn.Conv2d, random: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return what a GPU computes in a convolution, as a function of input and weight."""
+    if isinstance(layer, PatchProjection):
+        return partial(multiply_patches, bias_D=random(layer.out_channels))
+    return partial(F.conv2d, stride=layer.stride, padding=layer.padding)
+
+
+def stem_kernels(
+    model: LVViT, N: int, size: int, random: Callable[..., Tensor]
+) -> Iterator[tuple[str, Kernel]]:
+    """Yield the convolutions and norms of the patch embedding, all layers apart."""
+    x = random(N, 3, size, size).to(memory_format=torch.channels_last)
+    for number, layer in enumerate(model.stem):
+        if isinstance(layer, nn.Conv2d):
+            weight = random(layer.weight.shape).to(memory_format=torch.channels_last)
+            name, convolve = f"convolution {number}", layer_function(layer, random)
+            leaves = x.requires_grad_(), weight.requires_grad_()
+            out = convolve(*leaves)
+            grad = torch.randn_like(out)
+            operations = 2 * out.numel() * weight[0].numel()
+            moved = x.nbytes + out.nbytes + weight.nbytes
+            yield (
+                f"{name}, forward",
+                Kernel(torch.no_grad()(partial(convolve, *leaves)), 1, operations, moved),
+            )
+            # The images have no gradient.
+            for of, leaf in [("input", x)] * (number > 0) + [("weight", weight)]:
+                gradient = partial(torch.autograd.grad, out, leaf, grad, retain_graph=True)
+                yield f"{name}, {of}'s gradient", Kernel(gradient, 1, operations, moved)
+            x = out.detach()
+        elif isinstance(layer, nn.BatchNorm2d):
+            parameters = [p.detach().to(x.device) for p in (layer.weight, layer.bias)]
+
+            def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+                return F.batch_norm(x, None, None, weight, bias, training=True)
+
+            yield from both(f"batch norm {number}", norm, [x, *parameters], 1).items()
+            x = x.detach()
+
+
+if __name__ == "__main__":
+    command(main, KernelBenchmark, __doc__)

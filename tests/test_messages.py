@@ -25,7 +25,8 @@ from .test_layout import PACKAGE, SOURCES, module_name, reach
 LAUNCHER = PACKAGE / "tools/gpu_check.py"
 # Options of torchrun, ray, tar, git and tyro, and of every command.
 FOREIGN = {
-    *("--nproc-per-node", "--head", "--sparse", "--porcelain", "--short", "--tyro", "--help")
+    *("--nproc-per-node", "--head", "--sparse", "--porcelain", "--short", "--tyro", "--help"),
+    "--version",
 }
 # An option that is written out, up to its value; what an f-string inserts is "\0".
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*(?![\w\0-])")

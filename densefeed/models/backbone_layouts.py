@@ -69,11 +69,10 @@ def measure_swin(model: nn.Module, subject: str) -> dict:
             "format holds one square window for all stages, also where a map is smaller; train it "
             f"with --model-kwargs window_size={smallest}, or use --to timm-features"
         )
-    widths = [block.norm1.normalized_shape[0] for block in blocks]
-    ratios = {b.mlp.fc1.out_features / width for b, width in zip(blocks, widths, strict=True)}
-    qkv = {b.attn.qkv.out_features / width for b, width in zip(blocks, widths, strict=True)}
+    ratios = {block.mlp_ratio for block in blocks}
+    whole = all(block.attn.qkv.out_features == 3 * block.dim for block in blocks)
     patch = tuple(model.patch_embed.patch_size)
-    if len(ratios) > 1 or qkv != {3} or patch[0] != patch[1]:
+    if len(ratios) > 1 or not whole or patch[0] != patch[1]:
         raise UserError(
             f"{subject} has patches that are not square, or stages whose heads or MLPs differ in "
             "their share of the width, which this format does not hold; use --to timm-features"
@@ -83,10 +82,11 @@ def measure_swin(model: nn.Module, subject: str) -> dict:
         "image_size": model.patch_embed.img_size[0],
         "patch_size": patch[0],
         "num_channels": model.patch_embed.proj.in_channels,
-        "embed_dim": widths[0],
+        "embed_dim": blocks[0].dim,
         "depths": [len(stage.blocks) for stage in model.layers],
         "num_heads": [stage.blocks[0].attn.num_heads for stage in model.layers],
         "window_size": windows[0][0],
+        # mmdetection multiplies a width by it, and needs an integer.
         "mlp_ratio": int(ratio) if ratio == int(ratio) else ratio,
         "qkv_bias": blocks[0].attn.qkv.bias is not None,
     }
@@ -125,7 +125,7 @@ def rename(
         renamed[name] = tensor
     last = len(model.layers) - 1
     for i, stage in enumerate(model.layers):
-        layer = model.norm if i == last else nn.LayerNorm(stage.blocks[0].norm1.normalized_shape)
+        layer = model.norm if i == last else nn.LayerNorm(stage.blocks[0].dim)
         renamed |= {f"{norm}{first + i}.{key}": value for key, value in layer.state_dict().items()}
     return renamed
 

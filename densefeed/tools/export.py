@@ -353,7 +353,8 @@ def choose_files(export: Export) -> dict[Path, Callable]:
         return {out: write_features}
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file, and --out must be a folder; choose another --out")
-    check_replaceable(out / "config.json", "architecture", "--out")
+    key = "architectures" if to == "hf-swin" else "architecture"
+    check_replaceable(out / "config.json", key, "--out")
     if to == "hf-swin":
         return {out / "config.json": write_hf_config, out / "model.safetensors": write_hf_swin}
     files = {}
@@ -393,10 +394,11 @@ def main(export: Export) -> list[Path]:
     )
     if export.to != "classifier":
         print(f"load it with {name_loader(trained, export.to, export.out)}")
+        print(f"its input is RGB from 0 to 1, minus {trained.mean}, divided by {trained.std}")
     if export.to in ("hf-swin", "mmdet-swin") and not shifts_everywhere(trained.model):
         print(
             f"note: at {trained.size} px a map of the classifier is one window, which timm does "
-            "not shift and the others do: outputs from there on differ; at larger inputs all shift"
+            "not shift and this backbone does: its outputs from there on differ from the classifier"
         )
     return list(files)
 

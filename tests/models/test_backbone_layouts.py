@@ -148,6 +148,8 @@ def test_transformers_loads_a_swin_backbone(run, tmp_path, weights):
     transformers = pytest.importorskip("transformers")
     files = export.main(Export(checkpoint=run, out=tmp_path / "out", to="hf-swin", weights=weights))
     assert [path.name for path in files] == ["config.json", "model.safetensors"]
+    with pytest.raises(UserError, match=r"config.json exists already; remove it"):
+        export.main(Export(checkpoint=run, out=tmp_path / "out", to="hf-swin"))
     stages = ["stage1", "stage2", "stage3"]
     model, found = transformers.SwinBackbone.from_pretrained(
         tmp_path / "out", out_features=stages, output_loading_info=True

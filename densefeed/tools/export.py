@@ -21,12 +21,23 @@ export. Our models are trained and evaluated on crops that are resized with an a
 filter; config.json calls it `bilinear`, which is the same filter in timm. If several files are
 written, all of them are complete before the first one gets its name. A second export to the same
 folder at the same time is refused.
+
+--to writes the backbone alone, without the head, as others load it:
+
+    densefeed export runs/swin --to hf-swin --out backbone
+    densefeed export runs/swin --to mmdet-swin --out backbone.pth
+    densefeed export runs/student --to timm-features --out backbone.safetensors
+
+They are for SwinBackbone of transformers, SwinTransformer of mmdetection and mmsegmentation, and
+timm.create_model with features_only; a line says how to load the file. docs/reference/models.md has
+what each holds.
 """
 
 if not __package__:
     import script_start  # noqa: F401
 
 import importlib.util
+import io
 import json
 import logging
 import os
@@ -39,14 +50,23 @@ from typing import Literal
 
 import numpy as np
 import safetensors.torch
+import timm
 import torch
 import tyro
 
 # timm's own writer of config.json; its public function, push_to_hf_hub, uploads.
 from timm.models._hub import save_config_for_hf
 
+from densefeed.models.backbone_layouts import (
+    measure_swin,
+    shifts_everywhere,
+    to_features,
+    to_hf_swin,
+    to_mm_swin,
+)
 from densefeed.system.errors import BusyError, UserError, first_line, install_extra, make_command
 from densefeed.system.files import (
+    check_ending,
     check_regular,
     check_utf8,
     make_folder,
@@ -79,9 +99,11 @@ class Export(Options):
     """The model to export, and the format."""
 
     checkpoint: tyro.conf.Positional[Path]  # a checkpoint, or a run folder of densefeed train
-    out: Path  # the folder to write
+    out: Path  # the folder to write; with --to mmdet-swin or timm-features the file
     # safetensors writes config.json too, as timm reads it
     format: Literal["safetensors", "onnx", "both"] = "safetensors"
+    # the classifier, or its backbone for others' detectors and segmenters
+    to: Literal["classifier", "hf-swin", "mmdet-swin", "timm-features"] = "classifier"
     weights: Weights = "ema"  # EMA weights where the checkpoint has them, or the raw weights
     size: int = 0  # side of the input, pixels; 0: the size the model was trained at
     model: str = ""  # timm's name of the model, for a checkpoint that does not contain it
@@ -120,10 +142,67 @@ def write_config(trained: Trained, path: Path) -> None:
 
 def write_safetensors(trained: Trained, path: Path) -> None:
     """Write the weights under their names in the model."""
+    write_state(trained.model.state_dict(), path)
+
+
+def write_state(state: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write a state dict as safetensors."""
     # safetensors refuses tensors that are not contiguous.
-    state = {name: tensor.contiguous() for name, tensor in trained.model.state_dict().items()}
+    state = {name: tensor.contiguous() for name, tensor in state.items()}
     # Written by Python rather than by safetensors, so that a full disk raises OSError.
     path.write_bytes(safetensors.torch.save(state, metadata={"format": "pt"}))
+
+
+def measure(trained: Trained) -> dict:
+    """Return the sizes of a Swin; UserError for another model."""
+    return measure_swin(trained.model, f"{trained.path}: {trained.name}")
+
+
+def write_hf_config(trained: Trained, path: Path) -> None:
+    """Write config.json for transformers' SwinBackbone, with the outputs of all stages."""
+    sizes = measure(trained)
+    stages = [f"stage{number + 1}" for number in range(len(sizes["depths"]))]
+    config = {"architectures": ["SwinBackbone"], "model_type": "swin", "out_features": stages}
+    path.write_text(json.dumps(config | sizes, indent=2) + "\n")
+
+
+def write_hf_swin(trained: Trained, path: Path) -> None:
+    """Write the weights of transformers' SwinBackbone."""
+    write_state(to_hf_swin(trained.model), path)
+
+
+def write_mm_swin(trained: Trained, path: Path) -> None:
+    """Write the weights of mmdetection's and mmsegmentation's SwinTransformer."""
+    measure(trained)
+    buffer = io.BytesIO()
+    torch.save(to_mm_swin(trained.model), buffer)
+    # torch.save raises RuntimeError for a full disk.
+    path.write_bytes(buffer.getvalue())
+
+
+def write_features(trained: Trained, path: Path) -> None:
+    """Write the weights of timm's features_only."""
+    write_state(to_features(trained.model, f"{trained.path}: {trained.name}", trained.name), path)
+
+
+def name_loader(trained: Trained, to: str, out: Path) -> str:
+    """Return the expression that loads the backbone in `out` with the other package."""
+    if to == "hf-swin":
+        return f"transformers.SwinBackbone.from_pretrained({str(out)!r})"
+    if to == "timm-features":
+        stated = {"features_only": True, "checkpoint_path": str(out)}
+        args = stated | timm.models.get_model_args(trained.model)
+        words = ", ".join(f"{name}={value!r}" for name, value in args.items())
+        return f"timm.create_model({trained.name!r}, {words})"
+    sizes = measure(trained)
+    names = {"num_channels": "in_channels", "embed_dim": "embed_dims"}
+    words = {names.get(name, name): value for name, value in sizes.items() if name != "image_size"}
+    words |= {
+        "strides": [sizes["patch_size"]] + [2] * (len(sizes["depths"]) - 1),
+        "out_indices": list(range(len(sizes["depths"]))),
+        "init_cfg": {"type": "Pretrained", "checkpoint": str(out)},
+    }
+    return f"backbone={ {'type': 'SwinTransformer'} | words }"
 
 
 def check_outputs(trained: Trained) -> None:
@@ -256,19 +335,42 @@ def write_files(trained: Trained, files: Mapping[Path, Callable], out: Path) -> 
     return agreement
 
 
-def main(export: Export) -> list[Path]:
-    """Export the model; return the paths of the files."""
-    out, files = export.out, {}
+def choose_files(export: Export) -> dict[Path, Callable]:
+    """Return the files to write, config.json first, and their functions.
+
+    Raises UserError if the options or the names do not fit.
+    """
+    out, to = export.out, export.to
+    check_utf8(out, "--out")
+    if to != "classifier" and export.format != "safetensors":
+        raise UserError(f"--format {export.format} writes a classifier; leave it or --to {to} out")
+    # mmengine reads .pth with torch.load, and timm knows safetensors by the name.
+    if to == "mmdet-swin":
+        check_ending(out, ".pth", "--out")
+        return {out: write_mm_swin}
+    if to == "timm-features":
+        check_ending(out, ".safetensors", "--out")
+        return {out: write_features}
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file, and --out must be a folder; choose another --out")
-    check_utf8(out, "--out")
-    check_replaceable(out / "config.json", "architecture", "--out")
+    key = "architectures" if to == "hf-swin" else "architecture"
+    check_replaceable(out / "config.json", key, "--out")
+    if to == "hf-swin":
+        return {out / "config.json": write_hf_config, out / "model.safetensors": write_hf_swin}
+    files = {}
     if export.format != "onnx":
         files = {out / "config.json": write_config, out / "model.safetensors": write_safetensors}
     if export.format != "safetensors":
         # Before the model is loaded, which may take long.
         check_onnx_packages()
         files[out / ONNX] = write_onnx
+    return files
+
+
+def main(export: Export) -> list[Path]:
+    """Export the model; return the paths of the files."""
+    files = choose_files(export)
+    [out] = {path.parent for path in files}
     check_new(files)
     trained = open_trained(export.checkpoint, export.weights, export.model, export.size)
     check_outputs(trained)
@@ -290,6 +392,14 @@ def main(export: Export) -> list[Path]:
         f"{trained.name}, {trained.weights} weights, {trained.model.num_classes:,} classes, "
         f"{trained.size} px{agreement}"
     )
+    if export.to != "classifier":
+        print(f"load it with {name_loader(trained, export.to, export.out)}")
+        print(f"its input is RGB from 0 to 1, minus {trained.mean}, divided by {trained.std}")
+    if export.to in ("hf-swin", "mmdet-swin") and not shifts_everywhere(trained.model):
+        print(
+            f"note: at {trained.size} px a map of the classifier is one window, which timm does "
+            "not shift and this backbone does: its outputs from there on differ from the classifier"
+        )
     return list(files)
 
 

@@ -31,8 +31,9 @@ from densefeed.system.errors import UserError
 
 # Class of a pixel without a label.
 UNLABELED = -1
-# Sample points that are placed at once; placing those of each stripe takes as long as its loss.
-POINTS = 2**16
+# Sample points that are placed at once. Of fewer the placing takes as long as the loss, and more
+# show more classes.
+POINTS = 2**14
 
 
 class Stripe(NamedTuple):
@@ -94,12 +95,13 @@ class SoftMasks(NamedTuple):
                 part = batch._replace(view=cut_rows(batch.view, top, rows, h))
                 at = places(part, spec.side, rules)
                 points, share, inside = table_points(at, spec.side, (rows, w), most)
+                seen = drop_unseen(maps, points)
                 for first in range(0, rows, count):
                     end = min(first + count, rows)
                     samples = slice(first * most, end * most)
                     pool_map = partial(pool_points, points[:, samples], share[:, :, samples], most)
                     here = inside[:, first:end].flatten(1)
-                    soft = finish_targets(maps, pool_map, here, batch.weight, spec, rules)
+                    soft = finish_targets(seen, pool_map, here, batch.weight, spec, rules)
                     place = slice(top + first, top + end)
                     hard = None if self.hard is None else self.hard[image, place].flatten().long()
                     yield Stripe(image, place, soft, hard)
@@ -112,18 +114,35 @@ def cut_rows(view_N23: Tensor, first: int, count: int, height: int) -> Tensor:
 
 
 def channels_first(maps: PaletteMaps) -> PaletteMaps:
-    """Return the maps of one image without unused slots, in memory class after class.
+    """Return the maps in memory class after class, as the logits of pixels are.
 
-    So are the targets that are pooled from them, as the logits of pixels.
+    So are then the targets that are pooled from them.
+    """
+    value = maps.value.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
+    return maps._replace(value=value)
+
+
+def drop_unseen(maps: PaletteMaps, points: Tensor) -> PaletteMaps:
+    """Return the map of one image without the classes that no cell around `points` names.
+
+    `points` are those of `table_points`. Some rows of pixels show few of the classes of an image,
+    whose palette has the length of the store's largest. On a GPU, which would have to wait, all
+    classes stay.
     """
     palette, value, share = maps
-    # A store's largest palette can be several times that of one image. A GPU would have to wait.
-    if not palette.is_cuda:
-        # The classes ascend, and unused slots point at class 0.
-        used = int(palette.count_nonzero()) + 1
-        palette, value = palette[:, :used], value[..., :used]
-    value = value.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
-    return PaletteMaps(palette, value, share)
+    if palette.is_cuda:
+        return maps
+    side = value.shape[1]
+    low, high = points.flatten(0, 2).aminmax(dim=0)
+    # Cells whose centers are less than a cell away, and some more.
+    first = ((low + 1) / 2 * side - 1).floor().int().clamp(0, side - 1).tolist()
+    last = ((high + 1) / 2 * side + 1).ceil().int().clamp(1, side).tolist()
+    value_NMSS = value.permute(0, 3, 1, 2)
+    near = value_NMSS[0, :, first[1] : last[1], first[0] : last[0]]
+    seen = near.flatten(1).any(1)
+    # One stays, so that there is a greatest.
+    seen[0] = True
+    return PaletteMaps(palette[:, seen], value_NMSS[:, seen].permute(0, 2, 3, 1), share)
 
 
 def sample_masks(

@@ -12,6 +12,7 @@ from densefeed import TargetRules, UserError, View, open_score_maps, sample_mask
 from densefeed.objectives import losses
 from densefeed.pipelines import masks as masks_module
 from densefeed.storage.images import Images
+from densefeed.storage.row_codecs import ScoreMaps
 
 from ..stores import write_store
 
@@ -226,8 +227,6 @@ def test_outside_a_view_of_hard_masks_that_does_not_fit_is_one_sentence():
 def test_outside_soft_and_hard_masks_agree_on_where_a_pixel_is(folder, tmp_path):
     """Maps of one class per cell, and a mask of the same cells: the best classes are equal."""
     images = Images(folder, split="train")
-    from densefeed.storage.row_codecs import ScoreMaps
-
     cls = np.random.default_rng(0).permuted(np.tile(np.arange(K), (len(images), 8, 8, 1)), axis=3)
     logit = np.tile(np.float16([9, 0, 0, 0, 0, 0, 0, 0]), (len(images), 8, 8, 1))
     lse = np.log(np.exp(logit.astype(np.float64)).sum(-1)).astype(np.float16)

@@ -13,9 +13,9 @@ same maps, crops and logits, and end with the logits' gradient.
 `fused` is our loss fused with the head's matrix product; `whole` is the product followed by the
 sparse loss, with its logits [N * T, K] in memory.
 
-`--compare masks` has logits of grid x grid pixels, [N, K, h, w]. `stripes` is our loss of SoftMasks;
-`dense` spreads the maps to all classes, samples their probabilities bilinearly at the pixels, and
-calls PyTorch's cross entropy. Maps are of crops inside the image, with the teacher's tail.
+`--compare masks` has logits of grid x grid pixels, [N, K, h, w]. `stripes` is our loss of
+SoftMasks; `dense` spreads the maps to all classes, samples their probabilities bilinearly at the
+pixels, and calls PyTorch's cross entropy. Crops are inside the image, maps have the teacher's tail.
 
 A ratio is ours / the other, so smaller is better. Time: the median of the ratios within a round.
 Memory: the peak of PyTorch's allocations from the first to the last operation, without the inputs

@@ -30,10 +30,11 @@ from densefeed.system.progress import bar
 UNLABELED = -1
 VOID = 255
 IMAGES = ".jpg", ".jpeg", ".png"
-VOC_CLASSES = (
-    "background aeroplane bicycle bird boat bottle bus car cat chair cow diningtable dog horse "
-    "motorbike person pottedplant sheep sofa train tvmonitor"
-).split()
+VOC_CLASSES = [
+    *("background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair"),
+    *("cow", "diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa"),
+    *("train", "tvmonitor"),
+]
 # Names of splits in ADE20K's folders.
 ADE_SPLITS = {"train": "training", "val": "validation"}
 

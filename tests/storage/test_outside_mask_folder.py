@@ -1,5 +1,7 @@
 """Folders of images with hard masks: three layouts, what they hold, what is refused."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -134,6 +136,24 @@ class Segmenter(nn.Module):
 
     def forward(self, image_NCHW):
         return {"out": image_NCHW[:, [0, 1, 2, 0, 1]].abs() * torch.arange(1, 6).view(5, 1, 1)}
+
+
+def test_outside_the_page_runs(tmp_path, monkeypatch):
+    ids = np.where(IDS == 255, 0, IDS + 1).astype(np.uint8)
+    root = tmp_path / "ADEChallengeData2016"
+    write(root, "images/training", "annotations/training", ids)
+    (root / "classes.txt").write_text("\n".join(NAMES))
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs/reference/masks.md").read_text()
+    first, loss, hard = (part.partition("```")[0] for part in page.split("```python")[1:])
+    names = {"teacher": Segmenter(), "ids": [2, 0], "view": torch.eye(2, 3).repeat(2, 1, 1)}
+    names["logits"] = torch.zeros(2, 5, 512, 512, requires_grad=True)
+    exec(first + loss + hard, names)
+    # Logits of 0 call all classes alike.
+    torch.testing.assert_close(names["loss"].item(), np.log(5), rtol=1e-5, atol=0)
+    assert names["masks"].hard.shape == (2, 512, 512)
+    with densefeed.open_score_maps("maps.h5") as labels:
+        assert labels.targets([0], names["view"][:1], 64).weight.eq(1).all()
 
 
 def test_outside_images_with_masks_are_labeled_and_trained_on(plain, tmp_path):

@@ -78,6 +78,7 @@ bench: $(READY)
 	$(RUN) -m benchmarks.loaders --stages --json bench/loaders.json
 	$(RUN) -m benchmarks.targets --json bench/targets.json
 	$(RUN) -m benchmarks.targets --compare head --batch 64 --classes 21841 --rounds 3 --json bench/head.json
+	$(RUN) -m benchmarks.targets --compare masks --batch 2 --classes 150 --grid 512 --side 64 --json bench/masks.json
 	$(RUN) -m benchmarks.augment --json bench/augment.json
 	$(RUN) -m benchmarks.store --json bench/store.json
 	$(RUN) -m benchmarks.any_loop --json bench/any_loop.json

@@ -2,6 +2,7 @@
 
     python -m benchmarks.targets --batch 128 --classes 1000 --grid 14 --device cpu --json out.json
     python -m benchmarks.targets --compare head --batch 64 --classes 21841 --rounds 3
+    python -m benchmarks.targets --compare masks --batch 2 --classes 150 --grid 512 --side 64
 
 `sparse` is ours: `sparse_targets` for class token and tokens, their losses, backward. `dense` is
 the published recipe with corrected boxes: each image's map scattered in a loop, torchvision's
@@ -11,6 +12,10 @@ same maps, crops and logits, and end with the logits' gradient.
 `--compare head` starts one layer earlier, with tokens of --width features and the head's weights.
 `fused` is our loss fused with the head's matrix product; `whole` is the product followed by the
 sparse loss, with its logits [N * T, K] in memory.
+
+`--compare masks` has logits of grid x grid pixels, [N, K, h, w]. `stripes` is our loss of
+SoftMasks; `dense` spreads the maps to all classes, samples their probabilities bilinearly at the
+pixels, and calls PyTorch's cross entropy. Crops are inside the image, maps have the teacher's tail.
 
 A ratio is ours / the other, so smaller is better. Time: the median of the ratios within a round.
 Memory: the peak of PyTorch's allocations from the first to the last operation, without the inputs
@@ -51,6 +56,7 @@ from benchmarks.peers import SMOOTHING, pool_maps
 from densefeed.models import checkpoints  # noqa: F401  (registers our models with timm)
 from densefeed.objectives.losses import fused_token_loss, sparse_loss
 from densefeed.pipelines.batch import Batch, ScoreMapSpec
+from densefeed.pipelines.masks import SoftMasks
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.targets import SparseTargets, TargetRules, palette_maps, sparse_targets
 from densefeed.storage.geometry import WHOLE, crop_views, visible_boxes
@@ -69,6 +75,10 @@ BARS = {
     ("dense", "memory", "cuda"): "1 / 10, goal 1 / 20",
     ("head", "memory", "cpu"): "1 / 4, goal 1 / 20",
     ("head", "memory", "cuda"): "1 / 4, goal 1 / 20",
+    ("masks", "time", "cpu"): "1 / 3",
+    ("masks", "time", "cuda"): "1 / 3",
+    ("masks", "memory", "cpu"): "1 / 20",
+    ("masks", "memory", "cuda"): "1 / 20",
 }
 # Pixels of the uncropped images. They are primes: half of a width of 500 would span 9 of 18 cells
 # up to rounding, and RoIAlign, which takes ceil(9) samples, might take 10. Then no two dense
@@ -87,9 +97,11 @@ class TargetBenchmark(Output):
 
     batch: Count = 128  # N, images
     classes: Count = 1000  # K, number of classes
-    grid: Count = 14  # P, tokens along a side
-    # dense: sparse and dense targets; head: a fused head and one with logits in memory
-    compare: Literal["dense", "head"] = "dense"
+    grid: Count = 14  # P, tokens, or pixels, along a side
+    # dense: sparse and dense targets; head: a fused head and one with logits in memory; masks:
+    # sparse and dense targets of pixels
+    compare: Literal["dense", "head", "masks"] = "dense"
+    bits: Literal[32, 16] = 32  # of the logits of --compare masks; 16 are bfloat16, under autocast
     width: Count = 384  # D, features of a token, for --compare head
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if available, else cpu
     side: Count = 18  # S, cells along a side of a map
@@ -118,7 +130,14 @@ class HeadStep(NamedTuple):
     targets: SparseTargets
 
 
-AnyStep = LossStep | HeadStep
+class MaskStep(NamedTuple):
+    """Inputs of the loss of pixels."""
+
+    masks: SoftMasks
+    tokens: Tensor  # [N, K, h, w], logits of the pixels
+
+
+AnyStep = LossStep | HeadStep | MaskStep
 Loss = Callable[[AnyStep], Tensor]
 
 
@@ -155,6 +174,8 @@ def check(benchmark: TargetBenchmark) -> None:
             "--top-k, --palette and --classes must ascend, "
             "and a map can hold at most 65,536 classes"
         )
+    if benchmark.bits == 16 and benchmark.compare != "masks":
+        raise UserError("--bits is that of --compare masks; remove it")
     check_threads(benchmark.threads)
 
 
@@ -217,6 +238,19 @@ def make_head_step(benchmark: TargetBenchmark, device: torch.device) -> HeadStep
     return HeadStep(*leaves, sparse_targets(step.batch, step.spec, benchmark.grid, rules))
 
 
+def make_mask_step(benchmark: TargetBenchmark, device: torch.device) -> MaskStep:
+    """Draw the maps and crops of `make_step` with a tail of 5 %, and logits of pixels."""
+    N, K, side = benchmark.batch, benchmark.classes, benchmark.grid
+    step = make_step(benchmark, device, logits=False)
+    lse = step.batch.map_logit.float().logsumexp(-1) + 0.05
+    spec = step.spec._replace(absent="tail")
+    batch = step.batch._replace(map_lse=lse.half())
+    logits = 2 * torch.randn(N, K, side, side, generator=torch.Generator().manual_seed(1))
+    logits = logits.to(device, torch.bfloat16 if benchmark.bits == 16 else torch.float32)
+    masks = SoftMasks(batch, spec, (side, side), TargetRules())
+    return MaskStep(masks, logits.requires_grad_())
+
+
 # ------------------------------------------------------------------------- the contestants
 
 soft_cross_entropy = SoftTargetCrossEntropy()
@@ -264,6 +298,33 @@ def fused_loss(step: HeadStep) -> Tensor:
 def whole_loss(step: HeadStep) -> Tensor:
     """Compute the head's logits, then our sparse loss, in the tokens' dtype."""
     return sparse_loss(F.linear(step.tokens, step.weight, step.bias), step.targets)
+
+
+def stripes_loss(step: MaskStep) -> Tensor:
+    """Compute our loss of pixels."""
+    return sparse_loss(step.tokens, step.masks)
+
+
+def pixels_loss(step: MaskStep) -> Tensor:
+    """Compute PyTorch's loss of pixels on dense targets."""
+    batch, spec, size, _, _, _ = step.masks
+    # A float64 reference has float64 maps; logits of 16 bits have targets of 32, as autocast does.
+    dtype = torch.promote_types(step.tokens.dtype, torch.float32)
+    top = (batch.map_logit.to(dtype) - batch.map_lse.to(dtype)[..., None]).exp()
+    K, k = spec.num_classes, spec.top_k
+    rest = (1 - top.sum(-1, keepdim=True)).clamp(min=0) / (K - k)
+    dense = rest.expand(*rest.shape[:-1], K).scatter(3, batch.map_class.long(), top)
+    view = batch.view.to(dtype)
+    # From -1 to 1 instead of from 0 to 1.
+    shift = view[:, :, :2].sum(2) + 2 * view[:, :, 2] - 1
+    theta = torch.cat([view[:, :, :2], shift[..., None]], 2)
+    points = F.affine_grid(theta, [len(view), 1, *size], align_corners=False)
+    target = F.grid_sample(
+        dense.permute(0, 3, 1, 2), points, padding_mode="border", align_corners=False
+    )
+    low = step.tokens.dtype == torch.bfloat16
+    with torch.autocast(step.tokens.device.type, torch.bfloat16, enabled=low):
+        return F.cross_entropy(step.tokens, target)
 
 
 # ------------------------------------------------------------------------- measuring
@@ -383,10 +444,30 @@ def head_errors(step: HeadStep) -> tuple[float, float]:
     return abs(loss.item() / want - 1), error
 
 
+def mask_errors(step: MaskStep) -> tuple[float, float]:
+    """Return the errors of our loss of pixels and its gradient against dense targets in float64.
+
+    The loss's error is relative; the gradient's is the largest absolute one.
+    """
+    drop_gradients(step)
+    loss = stripes_loss(step)
+    loss.backward()
+    want, errors, N = 0.0, [], len(step.tokens)
+    for n in range(N):
+        logits = step.tokens.detach()[n : n + 1].double().requires_grad_()
+        batch = step.masks.batch.map_tensors(lambda field, n=n: field[n : n + 1])
+        reference = pixels_loss(MaskStep(step.masks._replace(batch=batch), logits)) / N
+        reference.backward()
+        want += reference.item()
+        errors.append((step.tokens.grad[n].double() - logits.grad[0]).abs().max().item())
+    return abs(loss.item() / want - 1), max(errors)
+
+
 # What --compare compares: the inputs, the two losses, and the errors of the first.
 CONTESTS = {
     "dense": (make_step, {"sparse": train_loss, "dense": dense_loss}, loss_errors),
     "head": (make_head_step, {"fused": fused_loss, "whole": whole_loss}, head_errors),
+    "masks": (make_mask_step, {"stripes": stripes_loss, "dense": pixels_loss}, mask_errors),
 }
 
 
@@ -399,6 +480,7 @@ def describe(benchmark: TargetBenchmark, device: torch.device) -> str:
     cells = f"{benchmark.side} x {benchmark.side} cells"
     maps = f"maps of {cells} of {benchmark.top_k} of {benchmark.palette} classes"
     extra = f", tokens of {benchmark.width}" if benchmark.compare == "head" else ""
+    extra = f", logits of {benchmark.bits} bits" if benchmark.compare == "masks" else extra
     return f"{images}, {maps}{extra}; {device_name(device)}"
 
 

@@ -34,12 +34,14 @@ if _started[:1] != ["densefeed"] or _started[1:] not in ([], ["-h"], ["--help"],
         from densefeed.pipelines.augment.settings import register_operation
         from densefeed.pipelines.batch import Batch, ScoreMapSpec
         from densefeed.pipelines.dense_labels import open_score_maps
+        from densefeed.pipelines.masks import sample_masks
         from densefeed.pipelines.open import register_loader
         from densefeed.pipelines.plan import EpochPlan
         from densefeed.pipelines.targets import SparseTargets, TargetRules, sparse_targets
         from densefeed.pipelines.views import View
         from densefeed.step import Step
         from densefeed.storage.datasets import register_dataset
+        from densefeed.storage.mask_folder import MaskFolder
         from densefeed.storage.score_maps import ScoreMapStore
         from densefeed.system.errors import UserError
         from densefeed.system.options import Options
@@ -50,6 +52,7 @@ __all__ = [
     "Config",
     "EpochPlan",
     "Loader",
+    "MaskFolder",
     "Method",
     "Objective",
     "Options",
@@ -68,6 +71,7 @@ __all__ = [
     "register_loader",
     "register_objective",
     "register_operation",
+    "sample_masks",
     "sparse_loss",
     "sparse_targets",
     "with_token_head",

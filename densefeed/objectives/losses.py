@@ -10,14 +10,16 @@ built.
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from densefeed.models.kernels import fused_head
 from densefeed.models.kernels import sparse_cross_entropy as kernels
 from densefeed.models.token_transformer import TokenFeatures, TokenLogits
+from densefeed.pipelines.masks import SoftMasks
 from densefeed.pipelines.targets import SparseTargets
 
-# N images   T tokens   D width   K classes   M classes of an image's palette
+# N images   T tokens   D width   K classes   M classes of an image's palette   h x w pixels
 
 
 class SparseCrossEntropy(torch.autograd.Function):
@@ -62,17 +64,126 @@ def weighted_mean(loss: Tensor, weight: Tensor) -> Tensor:
     return (loss * weight).sum() / weight.sum().clamp(min=1e-6)
 
 
-def sparse_loss(logits: Tensor, targets: SparseTargets) -> Tensor:
+def sparse_loss(logits: Tensor, targets: SparseTargets | SoftMasks) -> Tensor:
     """Compute the mean cross entropy over all labeled tokens, `[]` (L_aux of equation 6).
 
     `logits` are those of the tokens, `[N, T, K]`, or of the class token, `[N, K]`, whose targets
-    are of a grid of 1 (H(X_cls, y_cls)). Logits of MixToken are already un-mixed, so targets stay
-    in place. Each token counts by its weight in `targets`; without any the loss is 0. Raises
-    ValueError if the shapes do not fit.
+    are of a grid of 1 (H(X_cls, y_cls)); or, with SoftMasks, those of the pixels, `[N, K, h, w]`,
+    see MaskLoss. Logits of MixToken are already un-mixed, so targets stay in place. Each token or
+    pixel counts by its weight in `targets`; without any the loss is 0. Raises ValueError if the
+    shapes do not fit.
     """
+    if isinstance(targets, SoftMasks):
+        return mask_loss(logits, targets)
     # The class token is a grid of one.
     logits_NTK = logits[:, None] if logits.ndim == 2 else logits
     return weighted_mean(sparse_cross_entropy(logits_NTK, targets), targets.weight)
+
+
+# A stripe of rows of pixels has logits of this many bytes in float32: on a CPU they stay in the
+# cache, on a GPU each operation should be longer than its launch.
+STRIPE_BYTES = {"cpu": 2 << 20, "cuda": 128 << 20}
+
+
+class MaskLoss(torch.autograd.Function):
+    """Mean cross entropy of pixels, whose gradient is computed in the forward pass.
+
+    Targets and probabilities exist for a stripe of rows of pixels at a time; only the gradient of
+    the logits stays, in their dtype. The one backward pass scales it in place. It is stored without
+    the mean's factor 1/(N h w), which would push that of float16 below its range.
+    """
+
+    @staticmethod
+    def forward(ctx, logits_NKhw, masks, wanted):
+        with torch.autocast(logits_NKhw.device.type, enabled=False):
+            loss, weight, ctx.grad = sum_stripes(logits_NKhw, masks, wanted)
+        ctx.weight = weight.clamp(min=1e-6)
+        return loss / ctx.weight
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        made, ctx.grad = ctx.grad, None
+        if made is None:
+            raise RuntimeError(
+                "sparse_loss of masks has one backward pass, because its gradient is scaled in "
+                "place; call sparse_loss again for a second"
+            )
+        return made.mul_(grad / ctx.weight), None, None
+
+
+def sum_stripes(
+    logits_NKhw: Tensor, masks: SoftMasks, wanted: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the sums of losses and of weights of all pixels, `[]`, and the first's gradient.
+
+    The gradient is None unless `wanted`. Sums are in float32, or float64 for float64 logits.
+    """
+    K, h, w = logits_NKhw.shape[1:]
+    dtype = kernels.accumulation_dtype(logits_NKhw)
+    most = STRIPE_BYTES.get(logits_NKhw.device.type, STRIPE_BYTES["cuda"])
+    count = min(h, max(1, most // (K * w * dtype.itemsize)))
+    logits_buffer, target_buffer = logits_NKhw.new_empty(2, K * count * w, dtype=dtype)
+    loss, weight = logits_NKhw.new_zeros(2, dtype=torch.float64).unbind()
+    grad_NKhw = torch.empty_like(logits_NKhw) if wanted else None
+    for image, rows, soft, hard in masks.stripes(count):
+        block = logits_NKhw[image, :, rows]
+        T = block.shape[1] * w
+        below, target = (part[: K * T].view(K, T) for part in (logits_buffer, target_buffer))
+        peak = block.amax(0).to(dtype)
+        torch.sub(block, peak, out=below.view(block.shape))
+        total, known = fill_targets(target, soft, hard, masks.share)
+        # All terms have one sign: as targets sum to `total`, distances from the maximum are enough.
+        loss -= torch.dot(target.flatten(), below.flatten())
+        partition = below.exp_().sum(0)
+        loss += (total * partition.log()).sum()
+        weight += known.sum()
+        if wanted:
+            below.mul_(total / partition)
+            place = grad_NKhw[image, :, rows]
+            torch.sub(below.view(block.shape), target.view(block.shape), out=place)
+    return loss.to(dtype), weight.to(dtype), grad_NKhw
+
+
+def fill_targets(
+    target_KT: Tensor, soft: SparseTargets, hard_T: Tensor | None, share: float
+) -> tuple[Tensor, Tensor]:
+    """Fill in the weighted targets of the T pixels of a stripe.
+
+    Returns what each pixel's targets sum to, and its weight, `[T]`. With hard classes see
+    `SoftMasks.mix`.
+    """
+    # Weights of the soft target and of the hard class. With w and m, whether they are known, these
+    # are share and 1 - share where both are 1, w without a hard class, and m without a soft target.
+    on_soft = soft.weight[0].to(target_KT.dtype)
+    known = on_soft
+    if hard_T is not None:
+        labeled = (hard_T >= 0).to(target_KT.dtype)
+        on_hard = labeled * (1 - share * on_soft)
+        on_soft = on_soft * (1 - labeled * (1 - share))
+        known = on_soft + on_hard
+    target_KT.copy_(on_soft * soft.base[0])
+    # Extras of pixels lie class by class in memory, see `SoftMasks.stripes`.
+    extra_MT = soft.extra[0].mT.mul(on_soft)
+    target_KT.index_add_(0, soft.palette[0], extra_MT.to(target_KT.dtype))
+    total = on_soft * soft.total[0]
+    if hard_T is not None:
+        target_KT.scatter_add_(0, hard_T.clamp(min=0)[None], on_hard[None])
+        total = total + on_hard
+    return total, known
+
+
+@torch.compiler.disable
+def mask_loss(logits_NKhw: Tensor, masks: SoftMasks) -> Tensor:
+    """Compute `sparse_loss` of pixels on the device of the logits."""
+    wanted = len(masks.batch.view), masks.spec.num_classes, *masks.size
+    if tuple(logits_NKhw.shape) != wanted:
+        raise ValueError(
+            f"logits of shape {tuple(logits_NKhw.shape)} do not fit masks of {wanted}; make masks "
+            "of the size of the logits, or resize the logits"
+        )
+    needs_grad = torch.is_grad_enabled() and logits_NKhw.requires_grad
+    return MaskLoss.apply(logits_NKhw, masks.to(logits_NKhw.device), needs_grad)
 
 
 class FusedTokenLoss(torch.autograd.Function):

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.folder import check_row, locate_rows, map_spec, read_parts
-from densefeed.pipelines.shapes import Grid
+from densefeed.pipelines.masks import SoftMasks
+from densefeed.pipelines.shapes import Grid, Shape
 from densefeed.pipelines.targets import (
     EDGE,
     PLAIN,
@@ -140,6 +141,29 @@ class StoredLabels:
         Raises UserError for an image without a map, a damaged map, and a view that is not affine
         or shows a region without area.
         """
+        batch = self._read(ids, view, device)
+        spread = palette_maps(batch, self._spec, rules)
+        grids = grid if isinstance(grid, list) else [grid]
+        found = [sparse_targets(batch, self._spec, one, rules, spread) for one in grids]
+        return found if isinstance(grid, list) else found[0]
+
+    def soft_masks(
+        self,
+        ids: Ids,
+        view: Tensor,
+        size: Shape,
+        rules: TargetRules = PLAIN,
+        device: torch.device | str | None = None,
+    ) -> SoftMasks:
+        """Return the targets of every pixel of crops of `size`, (height, width), for `sparse_loss`.
+
+        They are those of `targets` with a grid of that size, whose arguments the others are; but
+        they are computed only in the loss, a few rows of pixels at a time.
+        """
+        return SoftMasks(self._read(ids, view, device), self._spec, tuple(size), rules)
+
+    def _read(self, ids: Ids, view: Tensor, device: torch.device | str | None) -> Batch:
+        """Read maps for views, as a batch without images on the device; see `targets`."""
         rows = self.find_rows(ids)
         matrix, shown = split_view(view, len(rows))
         maps, failed = read_parts(locate_rows(self._store, rows), self._spec)
@@ -149,7 +173,7 @@ class StoredLabels:
             raise UserError(f"{self.path}: row {row} cannot be read; copy the file again")
         matrix_N23 = matrix.float()
         aligned = not matrix_N23[:, [0, 1], [1, 0]].any()
-        batch = Batch(
+        return Batch(
             image=torch.empty(len(rows), 0, dtype=torch.uint8),
             label=torch.from_numpy(self.labels[rows]),
             view=matrix_N23,
@@ -163,10 +187,6 @@ class StoredLabels:
             window=torch.from_numpy(maps.window),
             axis_aligned=aligned,
         ).to(view.device if device is None else device)
-        spread = palette_maps(batch, self._spec, rules)
-        grids = grid if isinstance(grid, list) else [grid]
-        found = [sparse_targets(batch, self._spec, one, rules, spread) for one in grids]
-        return found if isinstance(grid, list) else found[0]
 
 
 def split_view(view: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -48,6 +48,7 @@ def load_teacher(
     tta_views: int,
     tiles: int,
     keep_unmapped: bool = False,
+    map_side: int = 0,
 ) -> tuple[Teacher, str]:
     """Load the teacher on the CPU; return it and its name in a store.
 
@@ -55,8 +56,8 @@ def load_teacher(
     `sources` are one network or the members of an ensemble, by name or as modules. `models`,
     `sizes` and `class_maps` are one for all or one for each; the first and the last may be empty.
     The name includes class maps and test-time views. With `keep_unmapped` the teacher has one more
-    class than the data, what its class maps leave. Raises UserError with the source that cannot be
-    used and the reason.
+    class than the data, what its class maps leave. `map_side` is that of Network. Raises UserError
+    with the source that cannot be used and the reason.
     """
     if not sources:
         raise UserError(
@@ -116,8 +117,9 @@ def load_teacher(
         name=name,
         tta_views=tta_views,
         tiles=tiles,
-        others=[Network(*other) for other in others],
+        others=[Network(*other, map_side) for other in others],
         unmapped=keep_unmapped,
+        map_side=map_side,
     )
     for network, match in zip(teacher.networks, matches, strict=True):
         network.by_order, network.by_number = match

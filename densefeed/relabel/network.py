@@ -1,7 +1,11 @@
 """Network: a classifier applied to every cell of its feature map.
 
-Pixels in, logits per cell out.
+Pixels in, logits per cell out. Segmentation networks, which give a map of logits themselves, are
+taken as they are.
 """
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from PIL import Image
@@ -47,6 +51,10 @@ def preprocessing_config(module: nn.Module) -> dict:
     return config
 
 
+# Least side of a cell of a segmentation network, in pixels of the input, without --map-side.
+CELL_PIXELS = 8
+
+
 class Network(nn.Module):
     """A classifier that gives logits for every cell of its feature map.
 
@@ -63,15 +71,23 @@ class Network(nn.Module):
     tokens. It is applied to them nevertheless, as in the published generator, and `caveat` is set:
     compare the accuracy of the stored maps with the teacher's own before training on them.
 
+    A segmentation network gives up to a cell per pixel, 5 MB an image of 512 pixels. They are
+    averaged, as probabilities, to one per CELL_PIXELS pixels of the input along each axis, or to
+    `map_side` a side.
+
     Args:
         model: has `forward_token_logits` (`[N, 3, H, W]` to `[N, K, h, w]`), or timm's
             `forward_features` (to `[N, C, h, w]`; to `[N, h, w, C]` if its `output_fmt` is NHWC or
             its `num_features` imply it; or to `[N, T, C]` tokens, row-major, after
-            `num_prefix_tokens` others) and `forward_head`.
+            `num_prefix_tokens` others) and `forward_head`. Any other is called itself, and gives
+            `[N, K, h, w]`: as a tensor, as `logits` of an object (transformers), or as "out" of a
+            dictionary (torchvision).
         input_size: side of the square input, pixels.
         config: `mean` and `std` for input from 0 to 1, and `interpolation`, as timm's data config.
         class_map: the class of the data that each of the model's becomes; None if they are equal.
         name: name of the teacher in messages.
+        map_side: cells a side of the map, at most as many as the model gives; 0: as many, of a
+            segmentation network at most one per CELL_PIXELS pixels.
 
     Raises UserError, naming the model, if its classifier cannot be applied to cells.
     """
@@ -83,9 +99,10 @@ class Network(nn.Module):
         config: dict,
         class_map: ClassMap | None = None,
         name: str = "",
+        map_side: int = 0,
     ) -> None:
         super().__init__()
-        self.model, self.input_size = model.eval(), input_size
+        self.model, self.input_size, self.map_side = model.eval(), input_size, map_side
         self.name = name or type(model).__name__
         # Whether its classes are taken for those of the data without a comparison of names.
         self.by_order = False
@@ -118,13 +135,6 @@ class Network(nn.Module):
                 f"{self.name} classifies a class token that alone passes its last blocks, so its "
                 "classifier fits no cell; choose another teacher"
             )
-        methods = ("forward_features", "forward_head")
-        missing = [method for method in methods if not hasattr(self.model, method)]
-        if missing and not hasattr(self.model, "forward_token_logits"):
-            raise UserError(
-                f"{self.name} has neither forward_token_logits nor {missing[0]}; a teacher needs "
-                "forward_token_logits, or forward_features and forward_head"
-            )
 
     @property
     def caveat(self) -> str:
@@ -154,18 +164,46 @@ class Network(nn.Module):
             # Bicubic weights overshoot; Pillow clips to 0..255 too.
             image_NCHW = F.interpolate(image_NCHW, size, mode=mode, antialias=True).clamp(0, 255)
         image_NCHW = (image_NCHW - self.mean) / self.std
+        whole = False
         if hasattr(self.model, "forward_token_logits"):
             logits_NSSK = self.model.forward_token_logits(image_NCHW).permute(0, 2, 3, 1)
-        else:
+        elif all(hasattr(self.model, name) for name in ("forward_features", "forward_head")):
             logits_NSSK = self._classify_features(self.model.forward_features(image_NCHW))
+        else:
+            whole = True
+            logits_NSSK = self._find_logits(self.model(image_NCHW)).permute(0, 2, 3, 1)
         height, width = logits_NSSK.shape[1:3]
         if height != width:
             self._refuse(f"gives {height} x {width} cells, and a map must be square")
         # Under autocast they are bfloat16 or float16.
         logits_NSSK = logits_NSSK.float()
-        if self.num_classes is None:
-            return logits_NSSK
-        return merge_classes(logits_NSSK, ClassMap(self.source, self.target, self.num_classes))
+        if self.num_classes is not None:
+            classes = ClassMap(self.source, self.target, self.num_classes)
+            logits_NSSK = merge_classes(logits_NSSK, classes)
+        side = self.map_side or height
+        if whole and not self.map_side:
+            side = min(height, max(1, size // CELL_PIXELS))
+        if side > height:
+            raise UserError(
+                f"{self.name} gives {height} x {height} cells, fewer than --map-side {side}; give "
+                "at most as many, or a larger --input-size"
+            )
+        return average_cells(logits_NSSK, side)
+
+    def _find_logits(self, output: Any) -> Tensor:
+        """Return the logits `[N, K, h, w]` of what a segmentation network gives."""
+        # Outputs of transformers are dictionaries too.
+        found = getattr(output, "logits", output)
+        found = found.get("out") if isinstance(found, Mapping) else found
+        if not isinstance(found, Tensor) or found.ndim != 4:
+            what = f"a {type(output).__name__}"
+            what = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else what
+            raise UserError(
+                f"{self.name} gives {what}, not logits of shape [N, K, h, w]; a teacher is a "
+                "segmentation network, or has forward_features and forward_head as in timm, or "
+                "forward_token_logits"
+            )
+        return found
 
     def _classify_features(self, features: Tensor) -> Tensor:
         """Apply the head to each cell of a feature map, or to each token."""
@@ -212,3 +250,20 @@ class Network(nn.Module):
 
     def _refuse(self, reason: str) -> None:
         raise UserError(f"{self.name} {reason}; choose another teacher or input size")
+
+
+def average_cells(logits_NSSK: Tensor, side: int) -> Tensor:
+    """Average a map of logits to `side` cells a side: its probabilities and its logsumexp.
+
+    Where `side` does not divide theirs, a cell covers every smaller one that it touches.
+    """
+    if logits_NSSK.shape[1] == side:
+        return logits_NSSK
+    logits_NKSS = logits_NSSK.permute(0, 3, 1, 2)
+    logsumexp = logits_NKSS.logsumexp(1, keepdim=True)
+    probability, logsumexp = (
+        F.adaptive_avg_pool2d(part, side) for part in ((logits_NKSS - logsumexp).exp(), logsumexp)
+    )
+    # A probability that float32 rounds to 0 would become a logit of minus infinity.
+    probability = probability.clamp(min=torch.finfo(probability.dtype).tiny)
+    return (probability.log() + logsumexp).permute(0, 2, 3, 1)

@@ -70,6 +70,9 @@ class Labeling(SplitOptions, DecodeOptions, ThreadOptions, DeviceOptions):
     # probability of the teacher's classes that --class-map leaves out. drop: rescale that of the
     # classes of the data to 1; keep: store it as it is, and --outside of train decides on the rest
     unmapped: Literal["drop", "keep"] = "drop"
+    # cells along a side of a map, of a teacher that gives more; 0: all, but of a segmentation
+    # network one per 8 pixels of its input
+    map_side: NonNegativeInt = 0
     top_k: Count = 5  # classes kept per cell; all of them if the teacher has fewer
     # part of an image that is shown: squashed, its center square (as published), padded, or tiles
     geometry: Geometry = "squash"
@@ -244,6 +247,7 @@ def begin(
         labeling.tta_views,
         labeling.tiles,
         labeling.unmapped == "keep",
+        labeling.map_side,
     )
     teacher = teacher.to(device)
     caveats = [network.caveat for network in teacher.networks if network.caveat]

@@ -63,6 +63,7 @@ class Teacher(nn.Module):
         tiles: along a side; at least 2 with geometry `tile`, else 1.
         others: the other networks, of the same classes.
         unmapped: the last class of every network is that of `name_unmapped`.
+        map_side: of the first network, see Network.
 
     Raises UserError for impossible numbers of views or tiles.
     """
@@ -80,6 +81,7 @@ class Teacher(nn.Module):
         tiles: int = 1,
         others: Sequence[Network] = (),
         unmapped: bool = False,
+        map_side: int = 0,
     ) -> None:
         super().__init__()
         if not 1 <= tta_views <= MAX_TTA_VIEWS:
@@ -92,7 +94,7 @@ class Teacher(nn.Module):
                 f"--geometry {geometry} does not go with --tiles {tiles}; tile needs 2 or more, "
                 "the other geometries need 1"
             )
-        first = Network(model, input_size, config, class_map, name)
+        first = Network(model, input_size, config, class_map, name, map_side)
         self.networks, self.unmapped = nn.ModuleList([first, *others]), unmapped
         largest = max(self.networks, key=lambda network: network.input_size)
         self.input_size, self.interpolation = largest.input_size, largest.interpolation

@@ -122,3 +122,20 @@ def test_invalid_options_raise():
     ]:
         with pytest.raises(UserError, match=words):
             main(small(**options))
+
+
+def test_outside_compare_masks(tmp_path, capsys):
+    """PyTorch's dense loss of pixels in float64 is the reference: loss and gradient agree."""
+    out = tmp_path / "out.json"
+    # Dense targets have 1.2 MB an image, so they are most of the memory.
+    main(small(compare="masks", batch=2, grid=100, bits=32, rounds=1, json=out))
+    document = json.loads(out.read_text())
+    assert 0 <= document["loss_rel_error"] < 2e-6
+    assert 0 <= document["grad_abs_error"] < 1e-7
+    assert [row["name"] for row in document["ratios"]] == [
+        "stripes / dense, time",
+        "stripes / dense, memory",
+    ]
+    assert "required 1 / 20" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--bits is that of --compare masks"):
+        main(small(bits=16))

@@ -292,10 +292,8 @@ def test_the_preprocessing_of_a_users_module_is_used():
         UserError, match="Identity needs images resized by 'nearest', and only bilinear"
     ):
         Network(nn.Identity(), 32, CONFIG | {"interpolation": "nearest"})
-    with pytest.raises(
-        UserError, match="Identity has neither forward_token_logits nor forward_features"
-    ):
-        Network(nn.Identity(), 32, CONFIG)
+    with pytest.raises(UserError, match=r"has forward_features and forward_head as in timm"):
+        Network(nn.Flatten(), 32, CONFIG)(random_images(32))
 
 
 def test_a_class_map_adds_the_probabilities_of_merged_classes():

@@ -1,0 +1,204 @@
+"""Masks of the pixels of crops: a teacher's soft maps, true hard masks, and both mixed.
+
+Soft targets of 512 x 512 pixels over 150 classes would take 157 MB an image. SoftMasks holds the
+stored maps instead, and the loss makes the targets of a few rows of pixels at a time (`stripes`).
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from densefeed.pipelines.batch import Batch, ScoreMapSpec
+from densefeed.pipelines.shapes import Shape
+from densefeed.pipelines.targets import (
+    PaletteMaps,
+    SparseTargets,
+    TargetRules,
+    finish_targets,
+    most_samples,
+    places,
+    pool_points,
+    spread_palettes,
+    table_points,
+)
+from densefeed.system.errors import UserError
+
+# N images   h x w pixels   T pixels of a stripe of rows   S map side   M classes of an image's map
+# G samples per pixel and axis
+
+# Class of a pixel without a label.
+UNLABELED = -1
+# Sample points that are placed at once. Of fewer the placing takes as long as the loss, and more
+# show more classes.
+POINTS = 2**14
+
+
+class Stripe(NamedTuple):
+    """Some rows of the pixels of one image, and their targets."""
+
+    image: int
+    rows: slice
+    soft: SparseTargets  # of 1 image and T pixels
+    hard: Tensor | None  # int64 [T], UNLABELED where no class is known
+
+
+class SoftMasks(NamedTuple):
+    """Soft targets of all pixels of N crops, as the maps that they are sampled from.
+
+    A pixel is a token of a grid of h x w: its target and its weight are those of
+    `StoredLabels.targets(ids, view, grid=(h, w))`. With `hard`, see `mix`.
+    """
+
+    batch: Batch  # maps and Views; it has no images
+    spec: ScoreMapSpec
+    size: Shape  # h, w
+    rules: TargetRules
+    hard: Tensor | None = None  # int [N, h, w], UNLABELED where no class is known
+    share: float = 1.0  # of the soft target, where both are known
+
+    def mix(self, hard: Tensor, share: float = 0.5) -> "SoftMasks":
+        """Mix in hard masks of the same pixels, int `[N, h, w]`; -1 is unlabeled.
+
+        A pixel gets `share` of its soft target and 1 - `share` of its hard class. Where one of both
+        is not known, the other counts alone: with `share` 1 hard masks only fill what the maps do
+        not cover, with 0 the maps fill what the masks leave. Raises ValueError for other shapes and
+        types, and for a share that is not from 0 to 1.
+        """
+        wanted = len(self.batch.view), *self.size
+        if tuple(hard.shape) != wanted or hard.is_floating_point():
+            raise ValueError(
+                f"hard masks are {hard.dtype} of shape {tuple(hard.shape)}; give class ids of shape"
+                f" {wanted}, as sample_masks returns them"
+            )
+        if not 0 <= share <= 1:
+            raise ValueError(f"the share of soft targets is {share}; give a number from 0 to 1")
+        return self._replace(hard=hard, share=float(share))
+
+    def to(self, device: torch.device | str) -> "SoftMasks":
+        """Copy the masks to `device`."""
+        hard = None if self.hard is None else self.hard.to(device)
+        return self._replace(batch=self.batch.to(device), hard=hard)
+
+    def stripes(self, count: int) -> Iterator[Stripe]:
+        """Yield the targets of `count` rows of pixels after the other, image by image."""
+        (h, w), spec, rules = self.size, self.spec, self.rules
+        most = most_samples(self.batch, spec, self.size, rules)
+        block = count * max(1, POINTS // (count * w * most**2))
+        for image in range(len(self.batch.view)):
+            batch = self.batch.map_tensors(lambda field, n=image: field[n : n + 1])
+            maps = channels_first(spread_palettes(batch, spec, rules))
+            for top in range(0, h, block):
+                rows = min(block, h - top)
+                part = batch._replace(view=cut_rows(batch.view, top, rows, h))
+                at = places(part, spec.side, rules)
+                points, share, inside = table_points(at, spec.side, (rows, w), most)
+                seen = drop_unseen(maps, points)
+                for first in range(0, rows, count):
+                    end = min(first + count, rows)
+                    samples = slice(first * most, end * most)
+                    pool_map = partial(pool_points, points[:, samples], share[:, :, samples], most)
+                    here = inside[:, first:end].flatten(1)
+                    soft = finish_targets(seen, pool_map, here, batch.weight, spec, rules)
+                    place = slice(top + first, top + end)
+                    hard = None if self.hard is None else self.hard[image, place].flatten().long()
+                    yield Stripe(image, place, soft, hard)
+
+
+def cut_rows(view_N23: Tensor, first: int, count: int, height: int) -> Tensor:
+    """Return the Views of `count` rows, from row `first` on, of inputs of `height` rows."""
+    x, y, shift = view_N23.unbind(2)
+    return torch.stack([x, y * (count / height), shift + y * (first / height)], 2)
+
+
+def channels_first(maps: PaletteMaps) -> PaletteMaps:
+    """Return the maps in memory class after class, as the logits of pixels are.
+
+    So are then the targets that are pooled from them.
+    """
+    value = maps.value.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
+    return maps._replace(value=value)
+
+
+def drop_unseen(maps: PaletteMaps, points: Tensor) -> PaletteMaps:
+    """Return the map of one image without the classes that no cell around `points` names.
+
+    `points` are those of `table_points`. Some rows of pixels show few of the classes of an image,
+    whose palette has the length of the store's largest. On a GPU, which would have to wait, all
+    classes stay.
+    """
+    palette, value, share = maps
+    if palette.is_cuda:
+        return maps
+    side = value.shape[1]
+    low, high = points.flatten(0, 2).aminmax(dim=0)
+    # Cells whose centers are less than a cell away, and some more.
+    first = ((low + 1) / 2 * side - 1).floor().int().clamp(0, side - 1).tolist()
+    last = ((high + 1) / 2 * side + 1).ceil().int().clamp(1, side).tolist()
+    value_NMSS = value.permute(0, 3, 1, 2)
+    near = value_NMSS[0, :, first[1] : last[1], first[0] : last[0]]
+    seen = near.flatten(1).any(1)
+    # One stays, so that there is a greatest.
+    seen[0] = True
+    return PaletteMaps(palette[:, seen], value_NMSS[:, seen].permute(0, 2, 3, 1), share)
+
+
+def sample_masks(
+    masks: Tensor | Sequence[Tensor], view: Tensor, size: Shape, outside: int = UNLABELED
+) -> Tensor:
+    """Sample hard masks at the pixels of crops by nearest neighbor: int64 `[N, h, w]`.
+
+    A pixel has the class of the stored pixel that contains its center: torchvision's
+    "nearest-exact". Beyond the image, and beyond what a View shows of it, it has `outside`. The
+    result is on the device of the masks, without waiting for it if `view` is there too.
+
+    Args:
+        masks: class ids, int `[N, H, W]`, or N tensors `[H, W]` of any sizes.
+        view: `[N, 2, 3]`, takes a point (x, y, 1) of the network's input to one of the stored
+            image, both from (0, 0) at the top-left corner to (1, 1), as `Batch.view`; or collated
+            `densefeed.View`s, `[N, 2, 6]`.
+        size: h and w, pixels.
+        outside: class of pixels outside.
+
+    Raises UserError for a view of other shapes.
+    """
+    if view.shape not in ((len(masks), 2, 3), (len(masks), 2, 6)):
+        raise UserError(
+            f"view is {tuple(view.shape)}; for {len(masks)} masks give an affine view "
+            f"[{len(masks)}, 2, 3] from the network's input to the image, or collated Views"
+        )
+    return torch.stack(
+        [sample_mask(mask, one, size, outside) for mask, one in zip(masks, view, strict=True)]
+    )
+
+
+def sample_mask(mask_HW: Tensor, view: Tensor, size: Shape, outside: int) -> Tensor:
+    """Sample one mask, see `sample_masks`."""
+    (H, W), device = mask_HW.shape, mask_HW.device
+    mask_HW = mask_HW.as_subclass(Tensor)
+    # In float64: pixels of crops that are not resized lie at whole pixels to the last bit.
+    view = view.as_subclass(Tensor).to(device, torch.float64)
+    y, x = (
+        ((torch.arange(count, device=device, dtype=torch.float64) + 0.5) / count) for count in size
+    )
+    # x and y in the image, [h, w].
+    places = [a * x + b * y[:, None] + shift for a, b, shift in view[:, :3]]
+    inside = mask_HW.new_ones(size, dtype=torch.bool)
+    for place, low, high in zip(places, *shown_ends(view), strict=True):
+        inside &= (place >= low) & (place < high)
+    # float32 views are off by 1e-7 of a side, which must not move a center on the edge of pixels.
+    column, row = (
+        (place * side + 1e-3).floor().long().clamp(0, side - 1)
+        for place, side in zip(places, (W, H), strict=True)
+    )
+    return mask_HW[row, column].long().masked_fill_(~inside, outside)
+
+
+def shown_ends(view: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first and last coordinate (x, y) of the image that one view shows, `[2]` each."""
+    if view.shape[1] == 6:
+        return view[:, 3], view[:, 4]
+    ends = torch.arange(2, device=view.device, dtype=view.dtype)
+    return ends[:1].expand(2), ends[1:].expand(2)

@@ -1,0 +1,188 @@
+"""Read images with hard masks: class ids of all pixels, as PNG files.
+
+Three layouts are known by their folders:
+
+    images/a.jpg              masks/a.png                    plain: ids from 0, 255 unlabeled
+    images/training/a.jpg     annotations/training/a.png     ADE20K: 0 unlabeled, ids from 1
+    JPEGImages/a.jpg          SegmentationClass/a.png        Pascal VOC: 255 unlabeled
+
+VOC's images are those that `ImageSets/Segmentation/train.txt` lists. In the other layouts an image
+may have no mask: it is unlabeled.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision import tv_tensors
+
+from densefeed.storage.images import decode
+from densefeed.system.errors import UserError, first_line
+from densefeed.system.files import read_lines
+from densefeed.system.progress import bar
+
+# Of a pixel without a label, in masks as they are returned.
+UNLABELED = -1
+VOID = 255
+IMAGES = ".jpg", ".jpeg", ".png"
+VOC_CLASSES = [
+    *("background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair"),
+    *("cow", "diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa"),
+    *("train", "tvmonitor"),
+]
+# Names of splits in ADE20K's folders.
+ADE_SPLITS = {"train": "training", "val": "validation"}
+
+
+class MaskFolder:
+    """A dataset of N images with masks: items for transforms, masks for the loss.
+
+    `[index]` is a dictionary: `image`, a PIL image; `mask`, a `tv_tensors.Mask` int64 `[H, W]`,
+    which torchvision.transforms.v2 moves with the image; and `label`, the class of most labeled
+    pixels (0 without any), which `densefeed.label` asks for.
+
+    Attributes:
+        classes: the K names.
+        images, masks: paths of the files; None for an image without a mask.
+
+    Args:
+        root: the folder that holds `images` or `JPEGImages`.
+        split: `train` or `val`, or the name of a folder or list of the layout; the plain layout
+            has no splits.
+        classes: names of the classes; needed unless the layout is VOC's, or the folder holds
+            ADE20K's `objectInfo150.txt`, or `classes.txt` with one name a line.
+
+    Raises UserError for a folder of none of the layouts, a mask without its image, and, when it is
+    read, a mask of another size than its image or with an id that is no class.
+    """
+
+    def __init__(
+        self, root: str | Path, split: str = "train", classes: Sequence[str] | None = None
+    ) -> None:
+        self.root, names = Path(root), None
+        # What is subtracted from ids; 0 then is UNLABELED.
+        self._first = 0
+        if (self.root / "SegmentationClass").is_dir():
+            images, masks, names = self._list_voc(split)
+        elif (self.root / "annotations").is_dir():
+            split = ADE_SPLITS.get(split, split)
+            images, masks = self._pair(f"images/{split}", f"annotations/{split}")
+            self._first, names = 1, read_ade_classes(self.root / "objectInfo150.txt")
+        elif (self.root / "masks").is_dir():
+            images, masks = self._pair("images", "masks")
+        else:
+            raise UserError(
+                f"{root} has neither masks, nor annotations (ADE20K), nor SegmentationClass (Pascal"
+                " VOC); give the folder that holds one of them beside its images"
+            )
+        listed = self.root / "classes.txt"
+        if classes is None and listed.is_file():
+            names = [line for _, line in read_lines(listed)]
+        names = names if classes is None else classes
+        if not names:
+            raise UserError(
+                f"the classes of {root} are not known; give classes=[...], or write {listed} with "
+                "one name a line"
+            )
+        self.classes, self.images, self.masks = list(names), images, masks
+
+    def _list_voc(self, split: str) -> tuple[list[Path], list[Path | None], list[str]]:
+        """List the images and masks of a split of Pascal VOC."""
+        listed = self.root / "ImageSets/Segmentation" / f"{split}.txt"
+        if not listed.is_file():
+            raise UserError(f"{listed} is missing; give a split of which there is a list")
+        names = [line for _, line in read_lines(listed)]
+        images = [self.root / "JPEGImages" / f"{name}.jpg" for name in names]
+        masks = [self.root / "SegmentationClass" / f"{name}.png" for name in names]
+        for path in images + masks:
+            if not path.is_file():
+                raise UserError(f"{path} is missing, and {listed} lists it; copy the dataset again")
+        return images, list(masks), VOC_CLASSES
+
+    def _pair(self, images: str, masks: str) -> tuple[list[Path], list[Path | None]]:
+        """List the images of a folder, and the masks of the same stems."""
+        for folder in (images, masks):
+            if not (self.root / folder).is_dir():
+                raise UserError(f"{self.root / folder} is missing; give another split or folder")
+        found = {path.stem: path for path in sorted((self.root / masks).glob("*.png"))}
+        files = sorted((self.root / images).iterdir())
+        files = [path for path in files if path.suffix.lower() in IMAGES]
+        stems = {path.stem for path in files}
+        if len(stems) < len(files) or not files:
+            what = "several images of the same name" if files else "no images"
+            raise UserError(f"{self.root / images} has {what}; correct the folder")
+        for stem, path in found.items():
+            if stem not in stems:
+                raise UserError(f"{path} is a mask of no image in {images}; remove it")
+        return files, [found.get(path.stem) for path in files]
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        path = self.images[index]
+        image, mask = decode(path.read_bytes(), str(path)), self.mask(index)
+        height, width = mask.shape if self.masks[index] else (image.height, image.width)
+        if (width, height) != image.size:
+            raise UserError(
+                f"{self.masks[index]} has {width} x {height} pixels and {path} "
+                f"{image.width} x {image.height}; give the mask of this image"
+            )
+        if self.masks[index] is None:
+            mask = torch.full((height, width), UNLABELED)
+        return {"image": image, "mask": tv_tensors.Mask(mask), "label": self._find_label(mask)}
+
+    def mask(self, index: int) -> Tensor:
+        """Return a mask, int64 `[H, W]`, -1 where unlabeled; `[0, 0]` without a file."""
+        path, K = self.masks[index], len(self.classes)
+        if path is None:
+            return torch.empty(0, 0, dtype=torch.int64)
+        try:
+            with Image.open(path) as image:
+                mode, pixels = image.mode, np.array(image)
+        # Pillow does not limit the types of its exceptions.
+        except Exception as error:
+            raise UserError(f"{path} cannot be read ({first_line(error)}); replace it") from error
+        if pixels.ndim != 2:
+            raise UserError(
+                f"{path} is an image of mode {mode}, not of class ids; save it as a PNG of one "
+                "channel, or of a palette"
+            )
+        ids = torch.from_numpy(pixels.astype(np.int64))
+        if self._first:
+            ids -= self._first
+        elif K <= VOID:
+            ids[ids == VOID] = UNLABELED
+        if (ids >= K).any():
+            raise UserError(
+                f"{path} has class {int(ids.max()) + self._first}, and there are {K} classes from "
+                f"{self._first} on; correct the mask or give all classes"
+            )
+        return ids
+
+    @cached_property
+    def labels(self) -> np.ndarray:
+        """The class of most labeled pixels of each image, int64 `[N]`; reads all masks once."""
+        indices = bar(range(len(self)), f"masks of {self.root}")
+        return np.array([self._find_label(self.mask(index)) for index in indices], np.int64)
+
+    def _find_label(self, mask: Tensor) -> int:
+        ids = mask[mask >= 0]
+        return int(ids.bincount().argmax()) if len(ids) else 0
+
+
+def read_ade_classes(path: Path) -> list[str] | None:
+    """Read the names of ADE20K's 150 classes from its table; None if there is no such file."""
+    if not path.is_file():
+        return None
+    rows = [line.split("\t") for _, line in read_lines(path)]
+    if not rows or "Name" not in rows[0]:
+        raise UserError(f"{path} has no column Name; copy it again, or give classes=[...]")
+    column = rows[0].index("Name")
+    return [row[column].strip() for row in rows[1:] if len(row) > column]

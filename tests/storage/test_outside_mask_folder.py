@@ -1,0 +1,171 @@
+"""Folders of images with hard masks: three layouts, what they hold, what is refused."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+
+import densefeed
+from densefeed import MaskFolder, UserError
+
+NAMES = [f"c{number}" for number in range(5)]
+RNG = np.random.default_rng(0)
+IDS = RNG.integers(0, 5, (3, 20, 24), dtype=np.uint8)
+IDS[:, :4] = 255
+
+
+def save(path, pixels, palette=False):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image = Image.fromarray(pixels)
+    if palette:
+        image = image.convert("L")
+        image.putpalette(RNG.integers(0, 256, 768, dtype=np.uint8).tobytes())
+    image.save(path)
+
+
+def write(root, images, masks, ids, palette=False):
+    for number, pixels in enumerate(ids):
+        save(root / images / f"{number}.jpg", RNG.integers(0, 256, (20, 24, 3), dtype=np.uint8))
+        save(root / masks / f"{number}.png", pixels, palette)
+
+
+@pytest.fixture
+def plain(tmp_path):
+    write(tmp_path, "images", "masks", IDS)
+    return tmp_path
+
+
+def want(number):
+    ids = torch.from_numpy(IDS[number].astype(np.int64))
+    return torch.where(ids == 255, -1, ids)
+
+
+def test_outside_plain_folders_hold_ids_and_255(plain):
+    (plain / "masks/1.png").unlink()
+    data = MaskFolder(plain, classes=NAMES)
+    assert (len(data), data.classes) == (3, NAMES)
+    item = data[0]
+    assert item["image"].size == (24, 20)
+    assert isinstance(item["mask"], tv_tensors.Mask)
+    assert torch.equal(item["mask"].as_subclass(torch.Tensor), want(0))
+    assert item["label"] == want(0)[4:].flatten().bincount().argmax() == data.labels[0]
+    # Without a file every pixel is unlabeled.
+    assert (data[1]["mask"] == -1).all()
+    assert data[1]["mask"].shape == (20, 24)
+    cut = v2.RandomCrop(8)(data[2])
+    assert cut["mask"].shape == (8, 8) == cut["image"].size
+
+
+def test_outside_ades_ids_begin_at_1(tmp_path):
+    ids = np.where(IDS == 255, 0, IDS + 1).astype(np.uint8)
+    write(tmp_path, "images/validation", "annotations/validation", ids)
+    table = "Idx\tRatio\tTrain\tVal\tStuff\tName\n"
+    rows = [f"{n + 1}\t0.1\t10\t5\t1\t{name}, other" for n, name in enumerate(NAMES)]
+    (tmp_path / "objectInfo150.txt").write_text(table + "\n".join(rows))
+    for split in ("val", "validation"):
+        data = MaskFolder(tmp_path, split)
+        assert data.classes == [f"{name}, other" for name in NAMES]
+        assert torch.equal(data.mask(2), want(2))
+    with pytest.raises(UserError, match="images/training is missing"):
+        MaskFolder(tmp_path)
+
+
+def test_outside_pascals_palettes_are_class_ids(tmp_path):
+    write(tmp_path, "JPEGImages", "SegmentationClass", IDS, palette=True)
+    lists = tmp_path / "ImageSets/Segmentation"
+    lists.mkdir(parents=True)
+    (lists / "val.txt").write_text("2\n0\n")
+    data = MaskFolder(tmp_path, "val")
+    assert len(data.classes) == 21
+    assert [path.stem for path in data.images] == ["2", "0"]
+    assert torch.equal(data.mask(0), want(2))
+    with pytest.raises(UserError, match=r"train.txt is missing; give a split"):
+        MaskFolder(tmp_path)
+    (lists / "val.txt").write_text("7\n")
+    with pytest.raises(UserError, match=r"7.jpg is missing, and .*val.txt lists it"):
+        MaskFolder(tmp_path, "val")
+
+
+def remove_masks(root):
+    for path in (root / "masks").iterdir():
+        path.unlink()
+    (root / "masks").rmdir()
+
+
+BREAKS = {
+    "has neither masks, nor annotations": remove_masks,
+    "9.png is a mask of no image": lambda root: save(root / "masks/9.png", IDS[0]),
+    "several images of the same name": lambda root: save(root / "images/0.png", IDS[0]),
+    r"0.png has class 7, and there are 5 classes from 0 on": lambda root: save(
+        root / "masks/0.png", IDS[0] // 255 * 248 + 7
+    ),
+    "0.png has 9 x 9 pixels and .*0.jpg 24 x 20": lambda root: save(
+        root / "masks/0.png", IDS[0, :9, :9]
+    ),
+    "0.png is an image of mode RGB, not of class ids": lambda root: save(
+        root / "masks/0.png", np.zeros((20, 24, 3), np.uint8)
+    ),
+    "0.png cannot be read": lambda root: (root / "masks/0.png").write_bytes(b"none"),
+}
+
+
+@pytest.mark.parametrize("said", BREAKS)
+def test_outside_a_folder_that_is_wrong_is_one_sentence(plain, said):
+    BREAKS[said](plain)
+    with pytest.raises(UserError, match=said) as error:
+        MaskFolder(plain, classes=NAMES)[0]
+    assert "\n" not in str(error.value)
+
+
+def test_outside_classes_must_be_known(plain):
+    with pytest.raises(UserError, match=r"the classes of .* are not known; give classes="):
+        MaskFolder(plain)
+    (plain / "classes.txt").write_text("\n".join(NAMES))
+    assert MaskFolder(plain).classes == NAMES
+
+
+class Segmenter(nn.Module):
+    """Logits of five classes of every pixel: of its color."""
+
+    class_names = NAMES
+
+    def forward(self, image_NCHW):
+        return {"out": image_NCHW[:, [0, 1, 2, 0, 1]].abs() * torch.arange(1, 6).view(5, 1, 1)}
+
+
+def test_outside_the_page_runs(tmp_path, monkeypatch):
+    ids = np.where(IDS == 255, 0, IDS + 1).astype(np.uint8)
+    root = tmp_path / "ADEChallengeData2016"
+    write(root, "images/training", "annotations/training", ids)
+    (root / "classes.txt").write_text("\n".join(NAMES))
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs/reference/masks.md").read_text()
+    first, loss, hard = (part.partition("```")[0] for part in page.split("```python")[1:])
+    names = {"teacher": Segmenter(), "ids": [2, 0], "view": torch.eye(2, 3).repeat(2, 1, 1)}
+    names["logits"] = torch.zeros(2, 5, 512, 512, requires_grad=True)
+    exec(first + loss + hard, names)
+    # Logits of 0 call all classes alike.
+    torch.testing.assert_close(names["loss"].item(), np.log(5), rtol=1e-5, atol=0)
+    assert names["masks"].hard.shape == (2, 512, 512)
+    with densefeed.open_score_maps("maps.h5") as labels:
+        assert labels.targets([0], names["view"][:1], 64).weight.eq(1).all()
+
+
+def test_outside_images_with_masks_are_labeled_and_trained_on(plain, tmp_path):
+    data = MaskFolder(plain, classes=NAMES)
+    path = tmp_path / "maps.h5"
+    densefeed.label(data, Segmenter(), path, input_size=32, top_k=5, device="cpu", map_side=8)
+    view = torch.tensor([[[0.5, 0.0, 0.25], [0.0, 0.5, 0.5]]] * 3)
+    hard = densefeed.sample_masks([data.mask(n) for n in range(3)], view, (10, 12))
+    with densefeed.open_score_maps(path, data) as labels:
+        masks = labels.soft_masks(range(3), view, (10, 12)).mix(hard, 0.5)
+        logits = torch.zeros(3, 5, 10, 12, requires_grad=True)
+        loss = densefeed.sparse_loss(logits, masks)
+    loss.backward()
+    torch.testing.assert_close(loss.item(), np.log(5), rtol=1e-5, atol=0)
+    assert logits.grad.abs().sum() > 0

@@ -260,14 +260,17 @@ def test_outside_code_on_pages_is_on_github_too():
         assert file.read_text().strip() in shown, f"{file.name} and docs/extending.md differ"
 
 
-def test_outside_the_figure_is_what_its_script_draws():
-    path = ROOT / "docs/images/labels.svg"
-    drawn = runpy.run_path(str(ROOT / "docs/figure.py"))["draw"]()
+@pytest.mark.parametrize(("name", "tables"), [("labels", (2, 4)), ("any-loop", (3, 4))])
+def test_outside_a_figure_is_what_its_script_draws(name, tables):
+    path = ROOT / f"docs/images/{name}.svg"
+    drawn = runpy.run_path(str(ROOT / "docs/figure.py"))["FIGURES"][path.name]()
     assert drawn == path.read_text(), "run python docs/figure.py"
     assert len(drawn.encode()) < 200_000
     # Every class but the background has a letter, for readers who cannot tell colors apart.
-    for panel in drawn.split('<g transform="translate')[2::2]:
-        assert re.findall(r">([CTS])</text>", panel)
+    panels = drawn.split('<g transform="translate')
+    assert len(panels) == 5
+    for at in tables:
+        assert re.findall(r">([CTS])</text>", panels[at])
 
 
 def test_outside_parameters_of_the_micro_models_are_those_of_the_page():

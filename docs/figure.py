@@ -1,10 +1,11 @@
-"""Draw docs/images/labels.svg: from an image over its score map to the labels of a crop's tokens.
+"""Draw docs/images: from an image over its score map to the labels of a crop's tokens.
 
     python docs/figure.py
 
-The scene is drawn, so no photograph is needed, and its score map is exact: a cell has the shares of
-the classes that cover it. Crop and token labels come from the code that trainings use
-(`crop_views`, `sparse_targets`).
+labels.svg shows it in four steps, and any-loop.svg what a loop of one's own passes along. The scene
+is drawn, so no photograph is needed, and its score map is exact: a cell has the shares of the
+classes that cover it. Crops and token labels come from the code that trainings use (`crop_views`,
+`View`, `sparse_targets`).
 """
 
 from collections.abc import Callable
@@ -12,12 +13,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
+from torchvision.transforms.v2 import functional as F
 
 from densefeed.pages.tokens import label_tokens
 from densefeed.pipelines.batch import Batch, ScoreMapSpec
+from densefeed.pipelines.views import View
 from densefeed.storage.geometry import WHOLE, crop_views, visible_boxes
 
-OUT = Path(__file__).parent / "images" / "labels.svg"
+OUT = Path(__file__).parent / "images"
 NAMES = ("background", "circle", "triangle", "square")
 MARKS = ("", "C", "T", "S")
 # Okabe and Ito's colors, which color-blind readers can tell apart; letters repeat what they say.
@@ -27,6 +31,8 @@ IMAGE, PANEL, GAP, TOP = 240, 218, 40, 66
 WIDTH, HEIGHT = 4 * PANEL + 5 * GAP - 32, TOP + PANEL + 78
 CELLS, GRID = 12, 7  # of the map and of tokens, along a side
 CROP_TLHW = (26.0, 97.0, 137.0, 137.0)
+# The crop of any-loop.svg: of the image rotated by so many degrees.
+ANGLE, ROTATED_TLHW = 20.0, (44, 84, 124, 124)
 # A class is where its function of x and y, in pixels of the image, is true.
 SHAPES: dict[int, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     1: lambda x, y: (x - 76) ** 2 + (y - 148) ** 2 < 66**2,
@@ -51,18 +57,18 @@ def score_map() -> np.ndarray:
     return one_hot.reshape(CELLS, side, CELLS, side, len(NAMES)).mean((1, 3))
 
 
-def make_batch(share_SSK: np.ndarray) -> tuple[Batch, ScoreMapSpec]:
-    """Return the crop as a loader would deliver it, with this score map."""
+def make_batch(
+    share_SSK: np.ndarray, view_N23: Tensor, shown_N4: Tensor
+) -> tuple[Batch, ScoreMapSpec]:
+    """Return a crop as a loader would deliver it, with this score map."""
     logit = np.log(share_SSK.clip(1e-3))
     order = np.argsort(-logit, axis=-1, kind="stable")
-    size = np.array([IMAGE])
-    view = crop_views(np.array([CROP_TLHW]), np.array([False]), size, size)
     one = torch.zeros(1, dtype=torch.int64)
     batch = Batch(
         image=torch.zeros(1, PANEL, PANEL, 3, dtype=torch.uint8),
         label=one + 1,
-        view=torch.from_numpy(view),
-        shown=torch.from_numpy(visible_boxes(view)),
+        view=view_N23.float(),
+        shown=shown_N4.float(),
         index=one,
         repeat=one,
         weight=torch.ones(1),
@@ -70,7 +76,7 @@ def make_batch(share_SSK: np.ndarray) -> tuple[Batch, ScoreMapSpec]:
         map_class=torch.from_numpy(order.astype(np.uint16))[None],
         map_lse=torch.from_numpy(np.log(np.exp(logit).sum(-1))).half()[None],
         window=torch.tensor([WHOLE]),
-        axis_aligned=True,
+        axis_aligned=not view_N23[:, [0, 1], [1, 0]].any(),
     )
     count = len(NAMES)
     return batch, ScoreMapSpec(CELLS, count, count, "tail", count, 1.0)
@@ -94,72 +100,154 @@ def cells(class_T: np.ndarray, side: int) -> str:
     return "".join(parts)
 
 
-def frame() -> str:
+def crop_view() -> tuple[Tensor, Tensor]:
+    """Return the view of the crop of labels.svg, `[1, 2, 3]`, and what it shows, `[1, 4]`."""
+    size = np.array([IMAGE])
+    view = crop_views(np.array([CROP_TLHW]), np.array([False]), size, size)
+    return torch.from_numpy(view), torch.from_numpy(visible_boxes(view))
+
+
+def rotated_view() -> tuple[Tensor, Tensor]:
+    """Return the view of the crop of any-loop.svg, as torchvision's functionals leave it."""
+    view = F.rotate(View.identity(torch.empty(3, IMAGE, IMAGE)), ANGLE)
+    view = F.resized_crop(view, *ROTATED_TLHW, [PANEL, PANEL])
+    return view.matrix[None], view.shown[None]
+
+
+def frame(view_23: Tensor) -> str:
     """Draw the crop's border over the image or its map."""
-    top, left, height, width = (value * PANEL / IMAGE for value in CROP_TLHW)
-    box = f'x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{height:.1f}" fill="none"'
+    corners = torch.tensor([[0, 0, 1], [1, 0, 1], [1, 1, 1], [0, 1, 1]]).to(view_23.dtype)
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (PANEL * corners @ view_23.mT).tolist())
+    polygon = f'<polygon points="{points}" fill="none"'
     return (
-        f'<rect {box} stroke="#ffffff" stroke-width="6"/>'
-        f'<rect {box} stroke="#1f2328" stroke-width="3" stroke-dasharray="9 5"/>'
+        f'{polygon} stroke="#ffffff" stroke-width="6"/>'
+        f'{polygon} stroke="#1f2328" stroke-width="3" stroke-dasharray="9 5"/>'
     )
 
 
-def scene(view_box: str) -> str:
-    """Draw the part of the scene that `view_box` names, as large as a panel."""
+def scene(view_23: Tensor) -> str:
+    """Draw the part of the scene that a view shows, as large as a panel."""
+    rows = torch.cat([view_23.double(), torch.tensor([[0.0, 0, 1]]).double()])
+    # From pixels of the image to those of the panel, column by column as SVG writes a matrix.
+    pixels = torch.tensor([IMAGE, IMAGE, 1]).double()
+    matrix = (PANEL * rows.inverse()[:2] / pixels).mT.flatten().tolist()
     ground = f'<rect width="{IMAGE}" height="{IMAGE}" fill="{INKS[0]}"/>'
-    return f'<svg width="{PANEL}" height="{PANEL}" viewBox="{view_box}">{ground}{DRAWN}</svg>'
-
-
-def draw() -> str:
-    """Return the figure, an SVG."""
-    share_SSK = score_map()
-    batch, spec = make_batch(share_SSK)
-    token_NT, _ = label_tokens(batch, spec, GRID)
-    top, left, height, width = CROP_TLHW
-    panels = (
-        ("1  Image", 'its label: "circle"', scene(f"0 0 {IMAGE} {IMAGE}") + frame()),
-        ("2  Score map", "teacher, once", cells(share_SSK.argmax(-1).ravel(), CELLS) + frame()),
-        ("3  Random crop", "what the student sees", scene(f"{left} {top} {width} {height}")),
-        ("4  Token labels", "read from 2 at the crop", cells(token_NT[0], GRID)),
+    numbers = " ".join(f"{number:.5g}" for number in matrix)
+    return (
+        f'<svg width="{PANEL}" height="{PANEL}"><g transform="matrix({numbers})">{ground}{DRAWN}'
+        "</g></svg>"
     )
-    parts = []
-    for at, (title, note, body) in enumerate(panels):
-        x = GAP - 16 + at * (PANEL + GAP)
-        parts.append(
-            f'<text x="{x}" y="28" font-weight="700" font-size="22" fill="#1f2328">{title}</text>'
-            f'<text x="{x}" y="52" font-size="18" fill="#59636e">{note}</text>'
-            f'<g transform="translate({x} {TOP})">{body}<rect width="{PANEL}" height="{PANEL}" '
-            'fill="none" stroke="#59636e"/></g>'
-        )
-        if at:
-            y, end = TOP + PANEL / 2, x - 8
-            parts.append(
-                f'<path d="M{end - 22} {y}h18m-9 -8l10 8l-10 8" fill="none" stroke="#1f2328" '
-                'stroke-width="3"/>'
-            )
-    x, y = GAP - 16, TOP + PANEL + 44
+
+
+def panel(x: float, y: float, title: str, note: str, body: str) -> str:
+    """Draw a panel whose upper left corner is at (x, y), with its title above."""
+    return (
+        f'<text x="{x}" y="{y - 38}" font-weight="700" font-size="22" fill="#1f2328">{title}</text>'
+        f'<text x="{x}" y="{y - 14}" font-size="18" fill="#59636e">{note}</text>'
+        f'<g transform="translate({x} {y})">{body}<rect width="{PANEL}" height="{PANEL}" '
+        'fill="none" stroke="#59636e"/></g>'
+    )
+
+
+def arrow(x: float, y: float, length: float, turn: int = 0) -> str:
+    """Draw an arrow from (x, y) to the right, turned clockwise by degrees."""
+    return (
+        f'<path d="M0 0h{length - 4}m-9 -8l10 8l-10 8" fill="none" stroke="#1f2328" '
+        f'stroke-width="3" transform="translate({x} {y}) rotate({turn})"/>'
+    )
+
+
+def text(x: float, y: float, words: str, how: str = "") -> str:
+    """Draw a line of text whose left or, as `how` says, middle is at (x, y)."""
+    return f'<text x="{x}" y="{y}" font-size="18" fill="#1f2328" {how}>{words}</text>'
+
+
+def key(y: float) -> str:
+    """Draw the colors and letters of the classes, and the line of a crop."""
+    x, parts = GAP - 16, []
     for ink, name, mark in zip(INKS, NAMES, MARKS, strict=True):
         parts.append(
             f'<rect x="{x}" y="{y - 14}" width="28" height="28" fill="{ink}" stroke="#59636e"/>'
             f'<text x="{x + 14}" y="{y}" fill="#ffffff" font-weight="700" font-size="18" '
             f'text-anchor="middle" dominant-baseline="central">{mark}</text>'
-            f'<text x="{x + 38}" y="{y}" font-size="18" fill="#1f2328" '
-            f'dominant-baseline="central">{name}</text>'
+            + text(x + 38, y, name, 'dominant-baseline="central"')
         )
         x += 78 + 10 * len(name)
-    parts.append(
-        f'<path d="M{x} {y}h44" stroke="#1f2328" stroke-width="3" stroke-dasharray="9 5"/>'
-        f'<text x="{x + 54}" y="{y}" font-size="18" fill="#1f2328" dominant-baseline="central">the '
-        "crop</text>"
-    )
+    line = f'<path d="M{x} {y}h44" stroke="#1f2328" stroke-width="3" stroke-dasharray="9 5"/>'
+    return "".join([*parts, line, text(x + 54, y, "the crop", 'dominant-baseline="central"')])
+
+
+def wrap(width: float, height: float, title: str, parts: list[str]) -> str:
+    """Return an SVG of these parts. Its ground is white, also on a dark page."""
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
         'font-family="system-ui, Helvetica, Arial, sans-serif">'
-        "<title>From an image over its score map to the labels of a crop's tokens</title>"
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>'
+        f'<title>{title}</title><rect width="{width}" height="{height}" fill="#ffffff"/>'
     )
     return "\n".join([head, *parts, "</svg>\n"])
 
 
+def draw_labels() -> str:
+    """Return labels.svg."""
+    share_SSK, (view, shown) = score_map(), crop_view()
+    token_NT, _ = label_tokens(*make_batch(share_SSK, view, shown), GRID)
+    map_cells = cells(share_SSK.argmax(-1).ravel(), CELLS)
+    panels = (
+        ("1  Image", 'its label: "circle"', scene(torch.eye(2, 3)) + frame(view[0])),
+        ("2  Score map", "teacher, once", map_cells + frame(view[0])),
+        ("3  Random crop", "what the student sees", scene(view[0])),
+        ("4  Token labels", "read from 2 at the crop", cells(token_NT[0], GRID)),
+    )
+    parts = []
+    for at, content in enumerate(panels):
+        x = GAP - 16 + at * (PANEL + GAP)
+        parts.append(panel(x, TOP, *content))
+        if at:
+            parts.append(arrow(x - 30, TOP + PANEL / 2, 23))
+    title = "From an image over its score map to the labels of a crop's tokens"
+    return wrap(WIDTH, HEIGHT, title, [*parts, key(TOP + PANEL + 44)])
+
+
+def draw_any_loop() -> str:
+    """Return any-loop.svg."""
+    share_SSK, (view, shown) = score_map(), rotated_view()
+    token_NT, _ = label_tokens(*make_batch(share_SSK, view, shown), GRID)
+    map_cells = cells(share_SSK.argmax(-1).ravel(), CELLS)
+    left, middle, right = GAP - 16, GAP - 16 + PANEL, 2 * PANEL + 240
+    lower, end = TOP + PANEL + 120, right + PANEL
+    above, below = TOP + PANEL / 2, lower + PANEL / 2
+    centered = 'text-anchor="middle"'
+    between = (middle + right) / 2
+    parts = [
+        panel(
+            left, TOP, "Image", "item 7 of your dataset", scene(torch.eye(2, 3)) + frame(view[0])
+        ),
+        panel(right, TOP, "Crop", "the input of your model", scene(view[0])),
+        panel(left, lower, "Score map", "row 7 of the store", map_cells + frame(view[0])),
+        panel(right, lower, "Targets", "a label for every token", cells(token_NT[0], GRID)),
+        arrow(middle + 12, above, right - middle - 24),
+        text(between, above - 14, "your transform", centered),
+        arrow(between, above + 10, 102, 90),
+        text(between, above + 138, "View", f'font-weight="700" {centered}'),
+        text(between, above + 162, "where the crop is", centered),
+        arrow(between, above + 176, below - above - 190, 90),
+        arrow(middle + 12, below, right - middle - 24),
+        text(between, below + 28, "labels.targets()", centered),
+        arrow(end + 12, above, 56),
+        text(end + 78, above + 6, "model, logits"),
+        arrow(end + 12, below, 56),
+        text(end + 78, below + 6, "loss"),
+        arrow(end + 98, above + 24, below - above - 46, 90),
+    ]
+    title = (
+        "A View says where the crop is; the score map is read there for the labels of its tokens"
+    )
+    return wrap(end + 210, lower + PANEL + 78, title, [*parts, key(lower + PANEL + 44)])
+
+
+FIGURES = {"labels.svg": draw_labels, "any-loop.svg": draw_any_loop}
+
+
 if __name__ == "__main__":
-    OUT.write_text(draw())
+    for name, draw in FIGURES.items():
+        (OUT / name).write_text(draw())

@@ -1,6 +1,7 @@
-"""MkDocs hooks: the page of the command line, and links of the pages to files outside `docs/`.
+"""MkDocs hooks: the page of the command line, modules, and links to files outside `docs/`.
 
-The page is made from each command's own `--help`. The files exist on GitHub but not on the site.
+The page is made from each command's own `--help`. The files exist on GitHub but not on the site. A
+line `::: densefeed.MODULE` becomes the signatures and docstrings of that module.
 """
 
 import os
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
+from api import write_module
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -86,7 +88,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Adapt what is written for GitHub.
 
     Drop paragraphs that begin with "On GitHub, ", include the files of INCLUDED and point links to
-    them at their pages, and keep only the path of links to other files.
+    them at their pages, keep only the path of links to other files, and render modules.
     """
     # Links and `src_uri` have forward slashes on every system, unlike os.path on Windows.
     folder = posixpath.dirname(page.file.src_uri)
@@ -103,4 +105,5 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         (ROOT / file).read_text() for file, uri in INCLUDED.items() if uri == page.file.src_uri
     )
     # Links with a scheme (https:, mailto:) and links within the page stay as they are.
-    return re.sub(r"\[([^\[\]]+)\]\((?![a-z]+:)([^)#\s]+)(#[^)\s]+)?\)", adapt, markdown)
+    markdown = re.sub(r"\[([^\[\]]+)\]\((?![a-z]+:)([^)#\s]+)(#[^)\s]+)?\)", adapt, markdown)
+    return re.sub(r"(?m)^::: (\S+)$", lambda line: write_module(line[1]), markdown)

@@ -3,7 +3,6 @@ losses of train.py.
 """
 
 import re
-import runpy
 from ast import literal_eval
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,18 +53,6 @@ def train(model, step, epochs=2):
             optimizer.zero_grad()
             losses.append(loss.item())
     return losses
-
-
-def test_the_page_of_the_api_is_that_of_the_code():
-    """`python docs/python_api.py` writes it."""
-    module = runpy.run_path(str(Path(__file__).parents[1] / "docs" / "python_api.py"))
-    page = module["write_page"]()
-    assert module["OUT"].read_text() == page
-    assert re.findall(r"(?m)^## (.+)$", page) == densefeed.__all__
-    # A method, an argument, a field and its comment.
-    assert "### View.identity" in page
-    assert "- `score_maps`: HDF5 file of score maps" in page
-    assert "- `window`: float32 [N, 4], the part of the image that the map covers" in page
 
 
 def test_importing_the_package_registers_its_models_and_exports_few_names(command):

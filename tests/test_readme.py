@@ -2,6 +2,7 @@
 quickstart, its links and options exist, and the site builds without a warning.
 """
 
+import inspect
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import pytest
 import timm
 import torch
 
+import densefeed
 from densefeed.recipes import RECIPES
 from densefeed.system.commands import COMMANDS
 from densefeed.tools import score_maps
@@ -260,14 +262,36 @@ def test_outside_code_on_pages_is_on_github_too():
         assert file.read_text().strip() in shown, f"{file.name} and docs/extending.md differ"
 
 
-def test_outside_the_figure_is_what_its_script_draws():
-    path = ROOT / "docs/images/labels.svg"
-    drawn = runpy.run_path(str(ROOT / "docs/figure.py"))["draw"]()
+@pytest.mark.parametrize(("name", "tables"), [("labels", (2, 4)), ("any-loop", (3, 4))])
+def test_outside_a_figure_is_what_its_script_draws(name, tables):
+    path = ROOT / f"docs/images/{name}.svg"
+    drawn = runpy.run_path(str(ROOT / "docs/figure.py"))["FIGURES"][path.name]()
     assert drawn == path.read_text(), "run python docs/figure.py"
     assert len(drawn.encode()) < 200_000
     # Every class but the background has a letter, for readers who cannot tell colors apart.
-    for panel in drawn.split('<g transform="translate')[2::2]:
-        assert re.findall(r">([CTS])</text>", panel)
+    panels = drawn.split('<g transform="translate')
+    assert len(panels) == 5
+    for at in tables:
+        assert re.findall(r">([CTS])</text>", panels[at])
+
+
+def test_outside_the_api_page_is_what_its_script_writes():
+    path = ROOT / "docs/reference/api.md"
+    text = path.read_text()
+    assert runpy.run_path(str(ROOT / "docs/api.py"))["write_page"]() == text, (
+        "run python docs/api.py"
+    )
+    calls = dict(re.findall(r"(?m)^#+ `([\w.]+)`\n\n```python\n(.*?)\n```", text, re.S))
+    assert calls.keys() >= {*densefeed.__all__, "StoredLabels.targets", "Step.__call__"}
+    # Python's own signatures and classes, which the script does not read.
+    for name in densefeed.__all__:
+        one = getattr(densefeed, name)
+        if inspect.isfunction(one):
+            assert all(f"{p}: " in calls[name] for p in inspect.signature(one).parameters), name
+        for own, value in vars(one).items() if inspect.isclass(one) else ():
+            if inspect.isfunction(value) and value.__doc__ and not own.startswith("_"):
+                assert f"{name}.{own}" in calls
+    assert max(map(len, "\n".join(calls.values()).splitlines())) <= 88
 
 
 def test_outside_parameters_of_the_micro_models_are_those_of_the_page():

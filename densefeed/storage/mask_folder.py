@@ -17,11 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torchvision import tv_tensors
 
-from densefeed.storage.images import decode
+from densefeed.storage.images import decode, open_image
 from densefeed.system.errors import UserError, first_line
 from densefeed.system.files import read_lines
 from densefeed.system.progress import bar
@@ -144,7 +143,7 @@ class MaskFolder:
         if path is None:
             return torch.empty(0, 0, dtype=torch.int64)
         try:
-            with Image.open(path) as image:
+            with path.open("rb") as file, open_image(file) as image:
                 mode, pixels = image.mode, np.array(image)
         # Pillow does not limit the types of its exceptions.
         except Exception as error:

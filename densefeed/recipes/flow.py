@@ -4,6 +4,7 @@ import multiprocessing
 import shlex
 import statistics
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +12,10 @@ import torch
 
 from densefeed.system.commands import call
 from densefeed.system.errors import UserError
+from densefeed.system.files import make_folder
 from densefeed.system.json_files import check_number, read_json
 from densefeed.system.options import Integers, Options
+from densefeed.system.provenance import write_json
 from densefeed.system.terminal import print
 
 # The end of the remedy for a damaged file of a finished step.
@@ -30,6 +33,32 @@ class FlowOptions(Options):
         super().__post_init__()
         if not self.seeds:
             raise UserError("--seeds names no seed; give at least one")
+
+
+def keep_options(folder: Path, **options: object) -> None:
+    """Write down the options that the steps of a flow in `folder` depend on.
+
+    UserError if it was begun with others: finished steps would be kept, and show the old ones.
+    """
+    path, remedy = folder / "flow.json", f"remove {folder} to start over"
+    if not path.exists():
+        make_folder(folder)
+        write_json(path, options)
+        return
+    before = read_json(path, remedy)
+    for name, value in options.items():
+        if (was := before.get(name)) != value:
+            option = f"--{name.replace('_', '-')}"
+            begun = f"without {option}" if was is None else f"with {option} {was}"
+            raise UserError(
+                f"{folder} was begun {begun}; give the same, choose another --out, or {remedy}"
+            )
+
+
+def remove_outdated(page: Path, runs: Iterable[Path]) -> None:
+    """Remove a report of finished runs if one of `runs` is still to be trained."""
+    if not all((run / "result.json").exists() for run in runs):
+        page.unlink(missing_ok=True)
 
 
 def run_step(

@@ -53,7 +53,11 @@ def fetch_package(package: Package, files: Iterable[str], cache: Path) -> Path:
 def unpack_package(package: Package, folder: Path) -> None:
     """Download a package of Debian and unpack it into a folder. Needs no root."""
     run_tool(package, folder, "apt-get", "download", package.name)
-    (archive,) = folder.glob("*.deb")
+    archive = next(folder.glob("*.deb"), None)
+    if archive is None:
+        raise UserError(
+            f"{package.name} cannot be fetched (apt-get gave no file); {package.instead}"
+        )
     run_tool(package, folder, "dpkg", "-x", archive.name, ".")
     archive.unlink()
 

@@ -98,8 +98,9 @@ MOST_DEGREES = 20.0
 KEPT, LEAST_VISIBLE = 0.5, 50
 # Places that are tried for a small object.
 TRIES = 30
-# Least side of a cut-out and of a background, pixels.
-LEAST_SIDE = 10
+# Least side of a cut-out, pixels, and of a background, as a share of the scene's shorter side:
+# smaller ones would be a blur.
+LEAST_SIDE, LEAST_BACKGROUND = 10, 0.25
 # Height of a background's window, as a share of the greatest in its photograph.
 WINDOW = (0.4, 1.0)
 # Factor of the background's brightness.
@@ -529,10 +530,11 @@ def read_cutout(encoded: bytes, where: str, size: tuple[int, int]) -> Cutout:
 def read_background(path: Path, size: tuple[int, int]) -> Image.Image:
     """Read a photograph for scenes of a `size`, RGB. UserError if it is damaged or too small."""
     image = decode(read_file(path), str(path))
-    if min(image.size) < LEAST_SIDE:
+    least = round(min(size) * LEAST_BACKGROUND)
+    if min(image.size) < least:
         raise UserError(
-            f"{path} has {image.width} x {image.height} pixels; a background needs {LEAST_SIDE} in "
-            "both directions: replace or remove this file"
+            f"{path} has {image.width} x {image.height} pixels; a background of these scenes needs "
+            f"{least} in both directions: replace or remove this file"
         )
     # The smallest window still has as many pixels as a scene.
     return reduce_to(image, (size[0] / WINDOW[0], size[1] / WINDOW[0]))

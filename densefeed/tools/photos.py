@@ -25,7 +25,15 @@ from typing import NamedTuple
 from rich.table import Table
 
 from densefeed.recipes import RECIPES
-from densefeed.recipes.flow import AGAIN, FlowOptions, format_spread, run_step, train_model
+from densefeed.recipes.flow import (
+    AGAIN,
+    FlowOptions,
+    format_spread,
+    keep_options,
+    remove_outdated,
+    run_step,
+    train_model,
+)
 from densefeed.storage.scenes import BOXES
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.json_files import check_number, read_json
@@ -52,6 +60,8 @@ STUDENTS = {
     "token-label-mixtoken-ground-truth": "a dense label on every token, with MixToken, and the "
     "image label",
 }
+# Options that finished steps depend on.
+KEPT = "train", "val", "held_out", "scenes_seed", "epochs"
 USUAL = "ce", "token-label", "token-label-published-ground-truth", "token-label-ground-truth"
 
 
@@ -87,17 +97,20 @@ def main(options: Photos) -> None:
             raise UserError(
                 f"--students {name}: unknown student; choose from {', '.join(STUDENTS)}"
             )
+    kept = {name: getattr(options, name) for name in KEPT}
+    keep_options(options.out, **kept)
     scenes, packed, val = prepare_scenes(options)
+    audit, report = options.out / "audit.html", options.out / "report.html"
     scores: dict[str, list[Score]] = {name: [] for name in options.students}
     for seed in options.seeds:
         runs = options.out / "runs"
         if len(options.seeds) > 1:
             runs /= f"seed-{seed}"
+        remove_outdated(report, (runs / name for name in options.students))
         for name in options.students:
             scores[name].append(
                 train_student(runs / name, name, scenes, packed, val, seed, options)
             )
-    audit, report = options.out / "audit.html", options.out / "report.html"
     run_step(
         audit,
         "Compare the stored labels of crops with those of the teacher on the crops",
@@ -112,13 +125,13 @@ def main(options: Photos) -> None:
     )
     # Those of the last seed.
     folders = [runs / name for name in options.students]
-    purpose = "Write the report: results, correct labels, and what the students saw"
     run_step(
         report,
-        purpose,
+        "Write the report: results, correct labels, and what the students saw",
         "report",
         *folders,
-        boxes=scenes / BOXES,
+        # Without dense labels there are none to judge.
+        boxes=None if set(options.students) == {"ce"} else scenes / BOXES,
         audit=audit.with_suffix(".json"),
         out=report,
     )

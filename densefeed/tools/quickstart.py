@@ -19,7 +19,15 @@ from rich.table import Table
 
 from densefeed.recipes import RECIPES
 from densefeed.recipes.digit_flow import DigitOptions, prepare_data
-from densefeed.recipes.flow import AGAIN, format_spread, read_top1, run_step, train_model
+from densefeed.recipes.flow import (
+    AGAIN,
+    format_spread,
+    keep_options,
+    read_top1,
+    remove_outdated,
+    run_step,
+    train_model,
+)
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.json_files import check_number, read_json
 from densefeed.system.options import Count, Texts
@@ -80,13 +88,15 @@ def recipe_name(student: str) -> str:
 
 def run_flow(out: Path, seed: int, options: Quickstart) -> dict:
     """Run the whole flow in `out`; return top-1 of all models and the shares of correct labels."""
+    keep_options(out, train=options.train, val=options.val, epochs=options.epochs, seeds=seed)
     packed, val = prepare_data(out, seed, options)
     runs = {name: out / "runs" / name for name in ("teacher", *options.students)}
     data = {"loader": "ffcv", "data": packed, "val": val}
+    report, boxes = out / "report.html", out / "scenes/boxes.json"
+    remove_outdated(report, runs.values())
     for name in options.students:
         purpose = f"Train the student {name} on {STUDENTS.get(name, 'the labels of its recipe')}"
         train_model(runs[name], purpose, (recipe_name(name),), data, seed, options)
-    report, boxes = out / "report.html", out / "scenes/boxes.json"
     purpose = "Write the report: results, curves, and what the students saw"
     run_step(report, purpose, "report", *runs.values(), boxes=boxes, out=report)
     top1 = {name: read_top1(folder) for name, folder in runs.items()}

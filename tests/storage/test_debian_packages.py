@@ -47,3 +47,11 @@ def test_a_download_that_fails_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"\(apt-get failed: E: Unable.*apt-get update.*give"):
         fetch_package(Package("stamps", "usr", "", INSTEAD), [], tmp_path / "cache")
     assert os.listdir(tmp_path / "cache") == ["lock"]
+
+
+def test_a_download_without_a_file_is_refused(tmp_path, monkeypatch):
+    write_tools(tmp_path / "bin", apt_get="exit 0")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    with pytest.raises(UserError, match=r"stamps cannot be fetched \(apt-get gave no file\); give"):
+        fetch_package(Package("stamps", "usr", "", INSTEAD), [], tmp_path / "cache")
+    assert os.listdir(tmp_path / "cache") == ["lock"]

@@ -293,7 +293,7 @@ def test_a_cut_out_of_scattered_dots_is_named(folders, tmp_path):
         (None, 0.0, r"small is not a folder; give"),
         ({}, 0.0, r"small holds 0 photographs"),
         ({"a.png": (90, 90)}, 0.3, r"small holds 1 photographs .*--hold-out needs two"),
-        ({"a.png": (90, 9)}, 0.0, r"a.png has 90 x 9 pixels; a background needs 10"),
+        ({"a.png": (90, 9)}, 0.0, r"a.png has 90 x 9 pixels; a background of these scenes needs"),
         ({"a.jpg": b"nothing"}, 0.0, r"a.jpg cannot be decoded .*; replace or remove"),
     ],
 )

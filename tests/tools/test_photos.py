@@ -16,8 +16,6 @@ from densefeed.tools.photos import STUDENTS, USUAL, Photos, main, recipe_name
 def finish(out, students, seeds=(0,)):
     """Make the files of a finished flow."""
     (out / "scenes").mkdir(parents=True)
-    for name in ("maps.h5", "train.beton", "val.beton", "audit.html", "report.html"):
-        (out / name).touch()
     for seed in seeds:
         runs = out / "runs" / (f"seed-{seed}" if len(seeds) > 1 else "")
         for place, name in enumerate(students):
@@ -25,6 +23,8 @@ def finish(out, students, seeds=(0,)):
             top1 = (1 + place + seed) / 10
             (runs / name / "result.json").write_text(json.dumps({"top1": top1, "seconds": 7.0}))
             (runs / name / "held-out.json").write_text(json.dumps({"top1": top1 / 2}))
+    for name in ("maps.h5", "train.beton", "val.beton", "audit.html", "report.html"):
+        (out / name).touch()
 
 
 def test_a_finished_flow_prints_means_over_seeds(tmp_path, capsys):
@@ -67,7 +67,7 @@ def test_each_step_is_a_command_that_parses(tmp_path, monkeypatch, capsys):
             main(Photos(out=tmp_path))
         (tmp_path / "away").rename(tmp_path / step)
     for name in ("runs/token-label/held-out.json", "audit.html", "report.html"):
-        (tmp_path / name).unlink()
+        (tmp_path / name).unlink(missing_ok=True)
         with pytest.raises(SystemExit, match="3"):
             main(Photos(out=tmp_path))
         (tmp_path / name).write_text('{"top1": 0}')
@@ -78,6 +78,40 @@ def test_each_step_is_a_command_that_parses(tmp_path, monkeypatch, capsys):
         assert f"densefeed {shlex.join(words)}\n" in printed
         with pytest.raises(SystemExit, match="0"):
             call(*words, "--help")
+
+
+def test_outside_students_without_dense_labels_get_a_report(tmp_path, monkeypatch):
+    """The flow trained, and then failed: --boxes had no effect."""
+    steps = []
+    monkeypatch.setattr(flow, "run_command", lambda words, threads=None: steps.append(words) or 3)
+    finish(tmp_path, ("ce", "relabel"))
+    for students in (("ce",), ("ce", "relabel")):
+        (tmp_path / "report.html").unlink(missing_ok=True)
+        with pytest.raises(SystemExit, match="3"):
+            main(Photos(out=tmp_path, students=students))
+    assert ["--boxes" in words for words in steps] == [False, True]
+
+
+def test_outside_other_options_on_a_begun_folder_are_refused(tmp_path, capsys):
+    finish(tmp_path, ("ce",))
+    main(Photos(out=tmp_path, students=("ce",), train=120))
+    for changed, said in (
+        ({"train": 90}, f"{tmp_path} was begun with --train 120"),
+        ({"train": 120, "epochs": 2}, f"{tmp_path} was begun without --epochs"),
+        ({"train": 120, "scenes_seed": 3}, f"{tmp_path} was begun with --scenes-seed 0"),
+    ):
+        with pytest.raises(UserError, match=f"^{re.escape(said)}; give the same, choose"):
+            main(Photos(out=tmp_path, students=("ce",), **changed))
+    main(Photos(out=tmp_path, students=("ce",), train=120))
+
+
+def test_outside_a_report_is_written_again_with_a_student_that_is_added(tmp_path, monkeypatch):
+    finish(tmp_path, ("ce",))
+    monkeypatch.setattr(flow, "run_command", lambda words, threads=None: 3)
+    # The training fails here, and the report is gone: it would show fewer students.
+    with pytest.raises(SystemExit, match="3"):
+        main(Photos(out=tmp_path, students=("ce", "relabel")))
+    assert not (tmp_path / "report.html").exists()
 
 
 def test_every_student_has_a_recipe():

@@ -139,6 +139,7 @@ def main(options: Photos) -> None:
     print_table(show_scores(scores, len(options.seeds)))
     # Not by rich, which reads markup and names of emoji in a path.
     print(f"Open the report in a browser: {report}")
+    print("Its pictures, and those of the audit, show cut-outs under the GPL, version 2.")
 
 
 def prepare_scenes(options: Photos) -> tuple[Path, Path, Path]:

@@ -1,7 +1,7 @@
 """Measure dense labels beside a torchvision pipeline: what Views and targets add to its time.
 
     python -m benchmarks.any_loop
-    python -m benchmarks.any_loop --images 256 --rounds 3 --json bench/any_loop.json
+    python -m benchmarks.any_loop --images 256 --classes 256 --rounds 3 --json bench/any_loop.json
 
 All on one core, with batches of the same photographs:
 

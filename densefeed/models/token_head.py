@@ -15,7 +15,6 @@ from densefeed.models.block_maps import feature_map
 from densefeed.models.model_spec import CANNOT_BUILD
 from densefeed.models.patch_dropout import refuse_patch_dropout
 from densefeed.models.token_transformer import (
-    FUSED_FROM,
     Grid,
     TokenFeatures,
     TokenLogits,
@@ -39,7 +38,7 @@ class TokenHeadModel(WrappedModel):
     normalizes what it pools (`fc_norm`, `head.norm`), that layer normalizes the tokens too.
 
     Forward takes images `[N, 3, H, W]`. In evaluation it returns the model's output, in training
-    `TokenLogits`, or from FUSED_FROM classes on `TokenFeatures`. `mix_PP` (bool `[R, C]`; MixToken)
+    `TokenLogits`, or with `fused_head` `TokenFeatures`. `mix_PP` (bool `[R, C]`; MixToken)
     marks the patches of pixels that are exchanged with those of the batch in reversed order; their
     tokens return to the image that they show. Raises ValueError for an input whose features are not
     a grid of tokens of `patch_size`.
@@ -48,9 +47,12 @@ class TokenHeadModel(WrappedModel):
         model: the timm model, whose state dict has no other names for being here.
         token_head: the linear layer.
         patch_size: pixels along a token.
+        fused_head: whether training leaves the layer to a loss that is fused with it, as that of
+            this package's trainings from FUSED_FROM classes on. `sparse_loss` needs logits.
     """
 
     with_token_head = True
+    fused_head = False
 
     def __init__(self, model: nn.Module) -> None:
         """Add the layer, on the device of `model`. ValueError if that has no such features."""
@@ -117,7 +119,7 @@ class TokenHeadModel(WrappedModel):
         x_NTD = self.token_features(features, image_NCHW)
         if mix_PP is not None:
             x_NTD = torch.where(mix_PP.flatten()[:, None], x_NTD.flip(0), x_NTD)
-        if self.num_classes >= FUSED_FROM:
+        if self.fused_head:
             return TokenFeatures(cls_NK, x_NTD.to(cls_NK.dtype), self.token_head)
         return TokenLogits(cls_NK, self.token_head(x_NTD))
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from densefeed.models.token_head import with_token_head
+from densefeed.models.token_transformer import FUSED_FROM
 from densefeed.models.wrapped_model import WrappedModel
 from densefeed.pipelines.batch import Batch, ScoreMapSpec
 from densefeed.pipelines.mixing import (
@@ -129,6 +130,7 @@ class Objective:
         if not self.needs_tokens or getattr(model, "with_token_head", False):
             return model
         headed = with_token_head(model, self.setting.model)
+        headed.fused_head = num_classes >= FUSED_FROM
         headed.check_shapes(self.setting.shapes, self.setting.model)
         return headed
 

@@ -316,8 +316,11 @@ def encode(image: Any, where: str) -> bytes:
     if isinstance(image, Mapping) and {"bytes", "path"} <= image.keys():
         image = image["path"] if image["bytes"] is None else image["bytes"]
     if isinstance(image, str | Path):
-        with open_regular(image) as file:
-            return read_encoded(file, where)
+        try:
+            with open_regular(image) as file:
+                return read_encoded(file, where)
+        except FileNotFoundError as error:
+            raise UserError(f"{where} names {image}, which does not exist; correct it") from error
     if isinstance(image, bytes | bytearray | memoryview):
         return bytes(image)
     pixels_HWC = take_pillow(image, where) if isinstance(image, Image.Image) else take_array(image)

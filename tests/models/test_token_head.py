@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import densefeed
 import densefeed.train as training
-from densefeed.models import token_head
 from densefeed.models.token_head import TokenHeadModel
 from densefeed.models.token_transformer import TokenFeatures, TokenLogits
 from densefeed.system.errors import UserError
@@ -75,7 +74,7 @@ FAMILIES = {
 
 def bare(name: str, **more: object) -> nn.Module:
     torch.manual_seed(0)
-    return timm.create_model(name, num_classes=5, **(FAMILIES[name][0] | more))
+    return timm.create_model(name, **({"num_classes": 5} | FAMILIES[name][0] | more))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -150,16 +149,25 @@ def test_outside_mixtoken_exchanges_patches_and_gives_the_tokens_back(name, no_h
         assert torch.equal(got.tokens[:, t], source[:, t])
 
 
-def test_outside_of_many_classes_the_loss_applies_the_head(monkeypatch):
-    monkeypatch.setattr(token_head, "FUSED_FROM", 5)
+def test_outside_of_many_classes_the_loss_applies_the_head():
+    """In our trainings alone: sparse_loss took features for logits in loops of others."""
     headed, image = (
-        densefeed.with_token_head(bare("test_resnet")).train(),
+        densefeed.with_token_head(bare("test_resnet", num_classes=5000)).train(),
         torch.randn(2, 3, 64, 64),
     )
+    assert headed(image).tokens.shape == (2, 4, 5000)
+    headed.fused_head = True
     output = headed(image)
     assert isinstance(output, TokenFeatures)
     torch.testing.assert_close(output.head(output.tokens), headed.token_head(output.tokens))
     assert output.tokens.shape[:2] == (2, 4)
+
+
+@pytest.mark.parametrize(("num_classes", "fused"), [(4095, False), (4096, True)])
+def test_outside_trainings_of_many_classes_fuse_the_head(micro, tmp_path, num_classes, fused):
+    config = micro(tmp_path / "run", **fields("test_resnet"))
+    model = bare("test_resnet", num_classes=num_classes)
+    assert wrap(config, model, num_classes).fused_head is fused
 
 
 @pytest.mark.parametrize("layer_decay", [None, 0.7])

@@ -97,6 +97,13 @@ def test_what_is_shown_can_be_given(store):
     assert targets.weight.view(4, 4).tolist() == [[0] * 4, *[[1, 1, 0, 0]] * 3]
 
 
+@pytest.mark.parametrize("grid", [0, -1, 1.5, "14", (3,), (3, 4, 5), (2, 0), None])
+def test_outside_a_grid_that_is_none_is_refused(store, grid):
+    said = r"^grid is .*; give the number of tokens along a side"
+    with open_score_maps(store) as labels, pytest.raises(UserError, match=said):
+        labels.targets([0], torch.eye(2, 3)[None], grid)
+
+
 class Crops(Dataset):
     """Views of the images of a store, labeled in the worker processes."""
 

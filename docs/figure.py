@@ -31,7 +31,7 @@ IMAGE, PANEL, GAP, TOP = 240, 218, 40, 66
 WIDTH, HEIGHT = 4 * PANEL + 5 * GAP - 32, TOP + PANEL + 78
 CELLS, GRID = 12, 7  # of the map and of tokens, along a side
 CROP_TLHW = (26.0, 97.0, 137.0, 137.0)
-# The crop of any-loop.svg: of the image rotated by so many degrees.
+# The crop of any-loop.svg, of the image rotated by this angle in degrees.
 ANGLE, ROTATED_TLHW = 20.0, (44, 84, 124, 124)
 # A class is where its function of x and y, in pixels of the image, is true.
 SHAPES: dict[int, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {

@@ -142,12 +142,6 @@ class StoredLabels:
         or shows a region without area.
         """
         grids = grid if isinstance(grid, list) else [grid]
-        for one in grids:
-            sides = one if isinstance(one, tuple) and len(one) == 2 else (one,)
-            if not all(isinstance(side, int) and side > 0 for side in sides):
-                raise UserError(
-                    f"grid is {one!r}; give the number of tokens along a side, or (rows, columns)"
-                )
         batch = self._read(ids, view, device)
         spread = palette_maps(batch, self._spec, rules)
         found = [sparse_targets(batch, self._spec, one, rules, spread) for one in grids]

@@ -24,13 +24,12 @@ from densefeed.pipelines.targets import (
     spread_palettes,
     table_points,
 )
+from densefeed.storage.mask_folder import UNLABELED
 from densefeed.system.errors import UserError
 
 # N images   h x w pixels   T pixels of a stripe of rows   S map side   M classes of an image's map
 # G samples per pixel and axis
 
-# Class of a pixel without a label.
-UNLABELED = -1
 # Sample points that are placed at once. Of fewer the placing takes as long as the loss, and more
 # show more classes.
 POINTS = 2**14

@@ -24,8 +24,21 @@ Grid = int | tuple[int, int]  # of tokens: the side of a square, or rows and col
 
 
 def split_grid(grid: Grid) -> tuple[int, int]:
-    """Return rows and columns of a grid; an integer is the side of a square."""
-    return (grid, grid) if isinstance(grid, int) else grid
+    """Return rows and columns of a grid; an integer is the side of a square.
+
+    UserError unless they are numbers of tokens.
+    """
+    sides = (grid, grid) if isinstance(grid, int) else grid
+    # A loop of one's own may give anything.
+    if not (
+        isinstance(sides, tuple)
+        and len(sides) == 2
+        and all(isinstance(side, int) and side > 0 for side in sides)
+    ):
+        raise UserError(
+            f"grid is {grid!r}; give the number of tokens along a side, or (rows, columns)"
+        )
+    return sides
 
 
 def token_grid(shape: Shape, patch: int) -> tuple[int, int]:

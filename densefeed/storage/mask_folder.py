@@ -20,15 +20,14 @@ import torch
 from torch import Tensor
 from torchvision import tv_tensors
 
+from densefeed.storage.dataset_names import ENDINGS
 from densefeed.storage.images import decode, open_image
 from densefeed.system.errors import UserError, first_line
 from densefeed.system.files import read_lines
 from densefeed.system.progress import bar
 
-# Of a pixel without a label, in masks as they are returned.
-UNLABELED = -1
-VOID = 255
-IMAGES = ".jpg", ".jpeg", ".png"
+# Class of pixels without a label, in masks as they are returned, and in files.
+UNLABELED, VOID = -1, 255
 VOC_CLASSES = [
     *("background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair"),
     *("cow", "diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa"),
@@ -110,7 +109,7 @@ class MaskFolder:
                 raise UserError(f"{self.root / folder} is missing; give another split or folder")
         found = {path.stem: path for path in sorted((self.root / masks).glob("*.png"))}
         files = sorted((self.root / images).iterdir())
-        files = [path for path in files if path.suffix.lower() in IMAGES]
+        files = [path for path in files if path.suffix.lower() in ENDINGS]
         stems = {path.stem for path in files}
         if len(stems) < len(files) or not files:
             what = "several images of the same name" if files else "no images"

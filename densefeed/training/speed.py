@@ -102,7 +102,7 @@ class RunClock:
 
     def __init__(self, step: int, spent: np.ndarray, device: torch.device) -> None:
         self._spent, self._began, self._device = spent, time.perf_counter(), device
-        # Of a GPU, marks before and after waits that are not in the sum yet.
+        # Marks before and after waits that are not in the sum yet; of a GPU there may be several.
         self._sum, self._marks = 0.0, deque()
         self.restart(step)
 

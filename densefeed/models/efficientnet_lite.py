@@ -48,6 +48,11 @@ def _load(variant: str) -> nn.Module:
             f"the package {package} lists no single file of weights; uninstall it and install it "
             "again"
         ) from None
-    model, _ = checkpoints.build(Path(weights.locate()), f"tf_efficientnet_{variant}")
+    try:
+        model, _ = checkpoints.build(Path(weights.locate()), f"tf_efficientnet_{variant}")
+    except checkpoints.CheckpointError as error:
+        # A checkpoint of one's own is copied or trained again, one of a package is not.
+        what, _, _ = str(error).rpartition("; ")
+        raise UserError(f"{what}; uninstall {package} and install it again") from error
     model.class_names = imagenet_names(model)
     return model

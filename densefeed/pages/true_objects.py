@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from PIL import Image, ImageColor
 
 from densefeed.pages.templates import INKS
 from densefeed.storage.images import Images, explain, open_image
@@ -39,6 +40,29 @@ def read_mask(truth: Truth) -> np.ndarray:
     if mask_HW.ndim != 2 or mask_HW.dtype != np.uint8 or mask_HW.max() > len(truth.classes):
         raise UserError(f"{truth.mask} is not the mask of this scene; {remedy}")
     return mask_HW
+
+
+def draw_objects(
+    image: Image.Image, truth: Truth, names: Sequence[str]
+) -> tuple[Image.Image, list]:
+    """Color the objects of a whole image by its mask; return the picture and the key of its colors.
+
+    Raises UserError as `read_mask`.
+    """
+    # The picture may be smaller than the scene: packing can shrink it.
+    mask = Image.fromarray(read_mask(truth)).resize(image.size, Image.Resampling.NEAREST)
+    inks = [INKS[n % len(INKS)] for n in range(len(truth.classes))]
+    color = np.array([(0, 0, 0), *map(ImageColor.getrgb, inks)], np.float32)[np.asarray(mask)]
+    # The background is dark, but can be recognized.
+    drawn = 0.4 * np.asarray(image, np.float32) + 0.6 * color
+    key = [{"name": names[c], "ink": ink} for c, ink in zip(truth.classes, inks, strict=True)]
+    return Image.fromarray(drawn.astype(np.uint8)), key
+
+
+def read_license(path: Path) -> str:
+    """Return the license of the pictures that a file of boxes describes, or an empty string."""
+    license = read_json(path, "make the scenes again", largest=LARGEST_BOXES).get("license", "")
+    return license if isinstance(license, str) else ""
 
 
 def read_objects(path: Path, images: Images, split: str) -> Iterator[Truth]:

@@ -6,7 +6,9 @@ ways, by `sparse_targets` and by the teacher on the enlarged crop, and compared 
 
 A map names only the top k classes of a cell. Both distributions are compared over the classes that
 the map names in any cell, and the sum of all others. The divergence over all classes is therefore
-at least the one reported here.
+at least the one reported here. Of maps that keep unmapped classes both distributions are those of
+the data's classes, given that a token shows one of them, and a token counts by the probability of
+it in the map.
 """
 
 import math
@@ -277,4 +279,6 @@ def describe(figures: dict, header: StoreHeader) -> str:
         reasons.append("{} sees crops at {} px, and the maps are of {} px".format(who, *sizes))
     if header.absent == "zero-logit":
         reasons.append("classes that the maps do not keep have logit 0")
+    if header.absent == "background":
+        reasons.append("a token counts by what it shows of the data's classes, by the map")
     return "; ".join([", ".join(shares), *reasons])

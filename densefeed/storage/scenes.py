@@ -3,7 +3,7 @@
 A file of true boxes (BOXES) is JSON: the `size` of all scenes as [width, height] in pixels, their
 `seed`, and `scenes`: for the path of each image the list of its objects. The first object is the
 label's and the largest. An object has a `class`, which is a name, and a `box`: [left, top, right,
-bottom] in pixels.
+bottom] in pixels. `license`, if it is there, is that of the pictures.
 """
 
 import io
@@ -84,8 +84,9 @@ def encode_scene(canvas: np.ndarray) -> bytes:
 
 
 def write_boxes(
-    folder: Path, size: tuple[int, int], seed: int, scenes: dict[str, list[dict]]
+    folder: Path, size: tuple[int, int], seed: int, scenes: dict[str, list[dict]], license: str = ""
 ) -> None:
     """Write the file of true boxes of the scenes in a folder."""
     document = {"size": size, "seed": seed, "scenes": scenes}
+    document |= {"license": license} if license else {}
     (folder / BOXES).write_text(json.dumps(document))

@@ -45,6 +45,8 @@ TEACHER = "densefeed.models.efficientnet_lite:lite2"
 TEACHER_SIZE = 320
 # Scenes whose stored labels are compared with the teacher's of four crops each.
 AUDITED = 100
+# In each run folder: what densefeed validate measured on the held-out scenes.
+HELD_OUT = "held-out.json"
 STUDENTS = {
     "ce": "the image labels",
     "relabel": "the dense label of each crop",
@@ -71,7 +73,7 @@ class Photos(FlowOptions):
 
     train: Count = 3600  # training scenes, at least 60
     val: Count = 1500  # validation scenes, at least 60
-    held_out: Count = 600  # scenes of held-out cut-outs, at least 9
+    held_out: NonNegativeInt = 600  # scenes of held-out cut-outs, 0 or at least 9
     scenes_seed: NonNegativeInt = 0  # seed of the scenes
     # folder for everything; several seeds have a folder runs/seed-N each, and give mean and
     # standard deviation
@@ -86,7 +88,7 @@ class Score(NamedTuple):
     """A finished student."""
 
     top1: float  # on the validation scenes, 0 to 1
-    held_out: float  # on the held-out scenes, by groups
+    held_out: float | None  # on the held-out scenes, by groups; None if there are none
     seconds: float  # of its training
 
 
@@ -133,6 +135,7 @@ def main(options: Photos) -> None:
         # Without dense labels there are none to judge.
         boxes=None if set(options.students) == {"ce"} else scenes / BOXES,
         audit=audit.with_suffix(".json"),
+        validated=HELD_OUT if options.held_out else None,
         out=report,
     )
     print()
@@ -181,7 +184,10 @@ def train_student(
     purpose = f"Train the student {name} on {STUDENTS.get(name, 'the labels of its recipe')}"
     data = {"loader": "ffcv", "data": packed, "val": val}
     train_model(out, purpose, (recipe_name(name),), data, seed, options)
-    held_out = out / "held-out.json"
+    result = read_numbers(out / "result.json", "top1", "seconds")
+    if not options.held_out:
+        return Score(result["top1"], None, result["seconds"])
+    held_out = out / HELD_OUT
     run_step(
         held_out,
         f"Evaluate {name} on the held-out scenes, its classes merged into groups",
@@ -191,7 +197,6 @@ def train_student(
         class_map=scenes / "held_out_map.csv",
         json=held_out,
     )
-    result = read_numbers(out / "result.json", "top1", "seconds")
     return Score(result["top1"], read_numbers(held_out, "top1")["top1"], result["seconds"])
 
 
@@ -218,9 +223,14 @@ def show_scores(scores: dict[str, list[Score]], seeds: int) -> Table:
     for head in ("validation scenes", "held-out scenes", "time"):
         found.add_column(head, justify="right")
     for name, runs in scores.items():
-        top1, held_out = (format_spread([run[at] for run in runs]) for at in (0, 1))
+        held_out = [run.held_out for run in runs if run.held_out is not None]
         seconds = sum(run.seconds for run in runs) / len(runs)
-        found.add_row(name, top1, held_out, f"{seconds:.0f} s")
+        found.add_row(
+            name,
+            format_spread([run.top1 for run in runs]),
+            format_spread(held_out) if held_out else "–",
+            f"{seconds:.0f} s",
+        )
     return found
 
 

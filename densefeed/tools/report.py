@@ -16,7 +16,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -37,7 +37,14 @@ from densefeed.objectives.base import DenseObjective
 from densefeed.pages.label_truth import PUBLISHED, find_owners_in_mask, measure_labels, usual_labels
 from densefeed.pages.templates import TEMPLATES, picture
 from densefeed.pages.tokens import draw_labels, label_tokens
-from densefeed.pages.true_objects import Truth, make_objects, read_mask, read_objects
+from densefeed.pages.true_objects import (
+    Truth,
+    draw_objects,
+    make_objects,
+    read_license,
+    read_mask,
+    read_objects,
+)
 from densefeed.pipelines.augment.augmentation import Augmentation, Normalize, augment_batches
 from densefeed.pipelines.loader import Source, ThreadedLoader
 from densefeed.pipelines.open import open_dataset
@@ -60,8 +67,8 @@ from densefeed.training.load_model import Trained, crop_input, open_trained
 from densefeed.training.logs import complete_lines, parse_record
 from densefeed.training.setup import open_loader
 
-# Crops on the contact sheet.
-CONTACTS = 12
+# Crops on the contact sheet, and whole scenes with their masks.
+CONTACTS, SCENES = 12, 4
 # Validation images that the student classifies, and those shown of the right and of the wrong ones.
 TRIED, SHOWN = 64, 6
 # Longer side of such a picture, pixels.
@@ -94,6 +101,8 @@ class Report(Options):
     boxes: Path | None = None  # true boxes of the training images, to count correct labels
     # JSON of densefeed audit --crops, to show what the cached labels cost
     audit: Path | None = None
+    # name of a JSON file in the run folders, by densefeed validate --json, whose top-1 is shown too
+    validated: str = ""
     out: Path | None = None  # the HTML to write; default: report.html in the last run's folder
 
 
@@ -114,10 +123,15 @@ class RunRecord(NamedTuple):
     result: dict  # empty until the run has finished
     train: list[dict]  # training metrics, a record every log_every steps
     val: list[dict]  # evaluation metrics
+    # top-1 of the file --validated, 0 to 1; None if it was not asked for, or the run has none
+    validated: float | None = None
 
 
-def read_run(folder: Path) -> RunRecord:
-    """Read a run folder, finished or not. Raises UserError if it is none, or a file is damaged."""
+def read_run(folder: Path, validated: str = "") -> RunRecord:
+    """Read a run folder, finished or not. Raises UserError if it is none, or a file is damaged.
+
+    `validated` is the name of a file of densefeed validate in it.
+    """
     path, done = folder / "config.json", folder / "result.json"
     with name_missing(folder):
         config = Config.from_dict(read_json(path, AGAIN), where=str(path))
@@ -126,7 +140,14 @@ def read_run(folder: Path) -> RunRecord:
     bounds = {"seconds": 10**10, "data_wait_share": 1} if result else {}
     for name, most in bounds.items():
         check_number(done, name, result.get(name), most, AGAIN)
-    return RunRecord(folder.name, config, result, train, val)
+    record = RunRecord(folder.name, config, result, train, val)
+    path = folder / validated
+    if not validated or not path.exists():
+        return record
+    remedy = "validate the run again"
+    top1 = read_json(path, remedy).get("top1")
+    check_number(path, "top1", top1, 1, remedy)
+    return record._replace(validated=top1)
 
 
 @contextmanager
@@ -196,6 +217,7 @@ def make_row(run: RunRecord, runs: list[RunRecord]) -> dict:
         "epoch": max((record["epoch"] for record in run.train + run.val), default=0),
         "epochs": run.config.optim.total_epochs,
         "result": run.result,
+        "validated": run.validated,
         "images": last.get("images"),
         "unreadable": last.get("unreadable"),
     }
@@ -286,10 +308,36 @@ def make_contact_sheet(
             "index": index,
             "labels": draw_labels(*labels, names, beside=beside),
             "masked": masked,
+            "view": views[n],
             "objects": make_objects(truths[index], views[n], grid, names) if boxed else [],
         }
         sheet.append(item)
     return sheet
+
+
+def draw_scenes(
+    source: Source, truths: list[Truth], sheet: list[dict], names: Sequence[str]
+) -> list[dict]:
+    """Return the whole images of the first crops of the contact sheet, and their true objects.
+
+    `frame` is the crop, as the corners of a polygon in an image of 1 x 1.
+    """
+    shown = []
+    for item in [item for item in sheet if item["masked"]][:SCENES]:
+        image = source.image(item["index"])
+        objects, key = draw_objects(image, truths[item["index"]], names)
+        corners = np.array([[0, 1, 1, 0], [0, 0, 1, 1], [1, 1, 1, 1]])
+        found = {
+            "image": picture(image, "JPEG"),
+            "objects": picture(objects, "JPEG"),
+            "key": key,
+            "ratio": image.width / image.height,
+            "frame": [(round(x, 4), round(y, 4)) for x, y in (item["view"] @ corners).T.tolist()],
+            "index": item["index"],
+            "label": item["label"],
+        }
+        shown.append(found)
+    return shown
 
 
 def draw_truth(truth: Truth, view: np.ndarray, grid: int) -> tuple[np.ndarray, np.ndarray]:
@@ -344,7 +392,7 @@ def measure_purity(loader: ThreadedLoader, truths: list[Truth], grid: int) -> di
 
 def replay(runs: list[RunRecord], boxes: Path | None) -> dict:
     """Replay the first epoch of a run; return what the page shows of it."""
-    page = {"labeled": None, "sheet": [], "purity": None, "grid": 0}
+    page = {"labeled": None, "sheet": [], "purity": None, "grid": 0, "scenes": [], "license": ""}
     run = choose_run(runs)
     if run is None:
         if boxes:
@@ -370,8 +418,12 @@ def replay(runs: list[RunRecord], boxes: Path | None) -> dict:
             return page
         truths = read_truths(boxes, run, loader) if boxes else []
         sheet = make_contact_sheet(run, loader, truths, grid, augmentation)
-        purity = measure_purity(loader, truths, grid) if truths else None
-    return {"labeled": run, "sheet": sheet, "purity": purity, "grid": grid}
+        page |= {"labeled": run, "sheet": sheet, "grid": grid}
+        page["scenes"] = draw_scenes(loader.source, truths, sheet, loader.class_names)
+        if truths:
+            page["purity"] = measure_purity(loader, truths, grid)
+            page["license"] = read_license(boxes)
+    return page
 
 
 # ------------------------------------------------------------------------- predictions
@@ -535,7 +587,12 @@ def main(report: Report) -> None:
             )
         check_replaceable(out.with_suffix(".json"), "published", "--out")
     cached_labels = read_costs(report.audit) if report.audit else None
-    runs, environment = [read_run(folder) for folder in report.runs], read_environment(folder)
+    name = report.validated
+    runs, environment = [read_run(folder, name) for folder in report.runs], read_environment(folder)
+    if name and all(run.validated is None for run in runs):
+        raise UserError(
+            f"no run folder holds {name}; write it with densefeed validate RUN --json RUN/{name}"
+        )
     crops, predictions = replay(runs, report.boxes), show_predictions(runs[-1], folder)
     text = TEMPLATES.get_template("report.html").render(
         environment=environment,
@@ -543,6 +600,7 @@ def main(report: Report) -> None:
         last=runs[-1],
         curves=draw_curves(runs),
         predictions=predictions,
+        validated=Path(name).stem,
         heat=HEAT,
         cached_labels=cached_labels,
         **crops,

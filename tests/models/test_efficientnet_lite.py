@@ -210,6 +210,13 @@ def test_outside_a_missing_package_is_one_sentence_with_its_name(found, message,
     find.assert_called_once_with(PACKAGE)
 
 
+def test_outside_truncated_weights_of_the_package_are_installed_again(random_package):
+    random_package.write_bytes(random_package.read_bytes()[:100_000])
+    remedy = f"; uninstall {PACKAGE} and install it again"
+    with pytest.raises(UserError, match=rf"^{random_package} .*\(.*\){remedy}$"):
+        load(["cat", "dog"])
+
+
 def test_outside_a_lost_file_of_the_package_is_named(random_package):
     random_package.unlink()
     with pytest.raises(UserError, match=r"efficientnet-lite2-0.pth"):

@@ -21,6 +21,7 @@ from densefeed.pipelines.faithfulness import (
     measure_crops,
     summarize,
 )
+from densefeed.relabel.class_map import ClassMap, name_unmapped
 from densefeed.relabel.teacher import Teacher
 from densefeed.storage.images import Images
 from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter
@@ -48,7 +49,7 @@ class ColorCells(torch.nn.Module):
         return self.head(torch.nn.functional.avg_pool2d(image_NCHW, CELL))
 
 
-def make_teacher(geometry: str = "squash", **how: int) -> Teacher:
+def make_teacher(geometry: str = "squash", **how: object) -> Teacher:
     return Teacher(ColorCells(), SIDE, geometry, CONFIG, **how).eval()
 
 
@@ -200,6 +201,43 @@ def test_the_numbers_of_a_crop_are_those_of_float64(label, absent):
         assert weights[n] == pytest.approx(cells**2)
         want = [agree.mean(), divergence.mean(), np.mean(correlation)]
         assert sums[n] / weights[n] == pytest.approx(want, abs=1e-5)
+
+
+def test_outside_maps_that_keep_unmapped_classes_are_compared(label):
+    """Two of five classes are of the data; shares, weights and labels by NumPy and RoIAlign."""
+    picture = np.random.default_rng(1).integers(0, 256, (6, 5, 3), np.uint8)
+    picture = np.asarray(Image.fromarray(picture).resize((120, 96), Image.Resampling.BICUBIC))
+    places = torch.arange(2)
+    two = ClassMap(places, places, 2)
+    maker = make_teacher(class_map=name_unmapped(two, len(WEIGHTS)), unmapped=True)
+    images, store = label([picture] * 2, maker, top_k=2, absent="background")
+    reference = make_teacher(class_map=two)
+    drawn = draw_crops(images, 0, 8, reference)
+    weights, sums = compare_image(store, 0, drawn, reference)
+    logit, cls, lse, _ = (part[0] for part in store.rows(np.array([0])))
+    cells, least = len(lse), 1e-3
+    dense = np.zeros((cells, cells, 2))
+    named = np.exp(logit.astype(np.float64) - lse.astype(np.float64)[..., None])
+    np.put_along_axis(dense, cls.astype(int), named, -1)
+    for n, (top, left, height, width) in enumerate(drawn.box_tlhw.tolist()):
+        box = left / 120 * cells, top / 96 * cells
+        box += (left + width) / 120 * cells, (top + height) / 96 * cells
+        maps, boxes = torch.from_numpy(dense).permute(2, 0, 1)[None], torch.tensor([box]).double()
+        q = roi_align(maps, [boxes], cells, aligned=True)[0].permute(1, 2, 0).reshape(-1, 2).numpy()
+        cut = Image.fromarray(picture).crop((left, top, left + width, top + height))
+        p = probabilities(np.asarray(cut.resize((SIDE, SIDE), Image.Resampling.BILINEAR)))
+        p, weight = p.reshape(-1, 5)[:, :2], q.sum(-1)
+        assert weight.max() - weight.min() > 0.1
+        p, q = (x / x.sum(-1, keepdims=True) for x in (p, q))
+        agree = q.argmax(-1) == p.argmax(-1)
+        # The two classes are all that both name, beside a rest of 0.
+        p, q = ((1 - least) * np.concatenate([x, 0 * x[:, :1]], 1) + least / 3 for x in (p, q))
+        divergence = scipy.special.rel_entr(p, q).sum(-1)
+        assert weights[n] == pytest.approx(weight.sum(), abs=1e-4)
+        want = [weight @ agree, weight @ divergence]
+        assert sums[n, :2] == pytest.approx(want, abs=1e-4)
+    said = measure(images, store, reference)["sentence"]
+    assert said.endswith("a token counts by what it shows of the data's classes, by the map")
 
 
 def test_tokens_count_by_their_weight(label):

@@ -11,6 +11,7 @@ from densefeed.system.commands import call
 from densefeed.system.errors import UserError
 from densefeed.tools import photos
 from densefeed.tools.photos import STUDENTS, USUAL, Photos, main, recipe_name
+from densefeed.tools.report import SCENES
 
 
 def finish(out, students, seeds=(0,)):
@@ -33,6 +34,13 @@ def test_a_finished_flow_prints_means_over_seeds(tmp_path, capsys):
     text = capsys.readouterr().out
     assert re.search(r"ce +│ +15.0 ± 7.1 % │ +7.5 ± 3.5 % │ +7 s", text)
     assert re.search(r"token-label +│ +25.0 ± 7.1 % │ +12.5 ± 3.5 % │ +7 s", text)
+
+
+def test_outside_without_held_out_scenes_there_is_no_evaluation_on_them(tmp_path, capsys):
+    finish(tmp_path, ("ce",))
+    (tmp_path / "runs/ce/held-out.json").unlink()
+    main(Photos(out=tmp_path, students=("ce",), held_out=0))
+    assert re.search(r"ce +│ +10.0 % │ +– │ +7 s", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("name", ["result", "held-out"])
@@ -137,3 +145,11 @@ def test_a_small_flow_on_the_packages(tmp_path, command, capsys):
     assert shares["token"]["others"] > shares["crop"]["others"]
     page = (tmp_path / "p/report.html").read_text()
     assert "Third: the crop with its true objects" in page
+    # Of each run, and the scenes beside their masks.
+    held_out = [
+        json.loads((tmp_path / f"p/runs/{name}/held-out.json").read_text()) for name in USUAL[:2]
+    ]
+    for found in held_out:
+        assert f'<td class="big">{100 * found["top1"]:.1f} %</td>' in page
+    assert page.count('alt="the true objects of training image') == SCENES
+    assert "under the GNU General Public License, version 2" in page

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from PIL import Image, ImageColor
 
 import densefeed.train as training
 from densefeed.pages.label_truth import find_owners
-from densefeed.pages.true_objects import boxes_in_crop, parse_truth
+from densefeed.pages.true_objects import Truth, boxes_in_crop, draw_objects, parse_truth
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.recipes import RECIPES
 from densefeed.storage.geometry import crop_views
@@ -318,6 +319,42 @@ def test_mutated_run_folders_give_a_report_or_one_sentence(run_folder):
             refused += 1
         path.write_bytes(content)
     assert 80 < refused < 190
+
+
+def test_outside_what_was_validated_on_other_images_is_a_column(run_folder, tmp_path):
+    """The column was on the terminal of the flow only."""
+    other = tmp_path / "other"
+    shutil.copytree(run_folder, other)
+    for wrong in ("", "sub/x.json", "none.json"):
+        if wrong:
+            with pytest.raises(UserError, match=f"no run folder holds {wrong}; write it with"):
+                main(Report(runs=(other, run_folder), validated=wrong))
+    (other / "new.json").write_text(json.dumps({"top1": 0.1234}))
+    main(Report(runs=(other, run_folder), validated="new.json"))
+    page = (run_folder / "report.html").read_text()
+    assert "<th>top-1</th><th>new</th>" in page
+    assert [page.count(f'<td class="big">{x}</td>') for x in ("12.3 %", "–")] == [1, 1]
+    (other / "new.json").write_text(json.dumps({"top1": 12.34}))
+    with pytest.raises(UserError, match=r"new.json .*; validate the run again$"):
+        main(Report(runs=(other, run_folder), validated="new.json"))
+
+
+def test_outside_objects_are_drawn_where_their_masks_are(tmp_path):
+    mask = np.zeros((6, 8), np.uint8)
+    mask[1:3, 2:5], mask[3:6, 6:] = 1, 2
+    Image.fromarray(mask).save(tmp_path / "mask.png")
+    truth = Truth(np.array([1, 0]), np.zeros((2, 4)), tmp_path / "mask.png")
+    # Packed at half the size.
+    for shrunk in (1, 2):
+        image = Image.new("RGB", (8 // shrunk, 6 // shrunk), (200, 200, 200))
+        drawn, key = draw_objects(image, truth, ("cat", "dog"))
+        assert [entry["name"] for entry in key] == ["dog", "cat"]
+        colors = [(0, 0, 0), *(ImageColor.getrgb(entry["ink"]) for entry in key)]
+        for y, x in np.ndindex(6 // shrunk, 8 // shrunk):
+            # Of a block of two pixels each way the nearest to its center counts.
+            value = mask[shrunk * y + shrunk // 2, shrunk * x + shrunk // 2]
+            want = [int(80 + 0.6 * part + 1e-3) for part in colors[value]]
+            assert np.abs(np.array(drawn.getpixel((x, y))) - want).max() <= 1
 
 
 @pytest.fixture

@@ -7,9 +7,10 @@
 Crops are those of training, 15 to 100 % of a scene, half of them mirrored. Compared are geometry
 (exact and published), one label for a token or for a crop, the classes kept of a cell, a compact
 store, and the teacher run on the crop itself. Intervals are over scenes.
+Of maps by `--unmapped keep` it prints the weight of the tokens too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,11 +21,12 @@ from rich.table import Table
 
 from benchmarks.online_teacher import label_crops
 from densefeed import open_loader
-from densefeed.pages.label_truth import PARTS, PUBLISHED, measure_labels
+from densefeed.pages.label_truth import PARTS, PUBLISHED, find_owners_in_mask, measure_labels
 from densefeed.pages.tokens import label_tokens
-from densefeed.pages.true_objects import read_objects
+from densefeed.pages.true_objects import Truth, read_mask, read_objects
 from densefeed.pipelines.batch import Batch, ScoreMapSpec
-from densefeed.pipelines.targets import PLAIN, TargetRules
+from densefeed.pipelines.loader import ThreadedLoader
+from densefeed.pipelines.targets import PLAIN, TargetRules, sparse_targets
 from densefeed.relabel.class_map import read_class_map
 from densefeed.relabel.load_teacher import load_network
 from densefeed.relabel.network import Network
@@ -35,7 +37,7 @@ from densefeed.system.errors import make_command
 from densefeed.system.options import Count, Options
 from densefeed.system.progress import bar
 from densefeed.system.provenance import write_json
-from densefeed.system.terminal import print_table
+from densefeed.system.terminal import print, print_table
 
 # Tokens along a crop's side, as of a student at 64 px.
 GRID = 8
@@ -90,10 +92,9 @@ def main(options: LabelTruth) -> None:
         return label_tokens(labeled, own, GRID)[0]
 
     kinds["token, teacher on the crop"] = ask
-    batches = -(-options.crops // 24)
-    epochs = (batch for epoch in range(1000) for batch in loader.batches(epoch))
-    crops = bar(islice(epochs, batches), "label, batches", batches)
-    found = measure_labels(crops, truths, GRID, kinds)
+    found = measure_labels(draw(loader, options.crops), truths, GRID, kinds)
+    if spec.absent == "background":
+        found["weight"] = measure_weights(draw(loader, options.crops), truths, spec)
     if options.json:
         write_json(options.json, found)
     table = Table("label", title=f"Correct labels, {found['scenes']} scenes", title_justify="left")
@@ -107,7 +108,45 @@ def main(options: LabelTruth) -> None:
             for part in parts
         )
         table.add_row(kind, *shares)
-    print_table(table)
+    # A table that is as wide as a terminal would lose the ends of its numbers.
+    print_table(table, least_width=150)
+    if "weight" in found:
+        weights = (f"{name} {weight:.3f}" for name, weight in found["weight"].items())
+        print(f"mean weight of tokens: {', '.join(weights)}")
+
+
+def draw(loader: ThreadedLoader, crops: int) -> Iterator[Batch]:
+    """Yield batches of the crops of as many epochs as it takes."""
+    batches = -(-crops // loader.plan.batch)
+    epochs = (batch for epoch in range(1000) for batch in loader.batches(epoch))
+    yield from bar(islice(epochs, batches), "label, batches", batches)
+
+
+def measure_weights(
+    batches: Iterable[Batch], truths: Sequence[Truth], spec: ScoreMapSpec
+) -> dict[str, float]:
+    """Return the mean weight of tokens on one object, by whether their label is right, and of those
+    on the background.
+    """
+    sums, counts = {}, {}
+    for batch in batches:
+        weight_NT = sparse_targets(batch, spec, GRID).weight.numpy()
+        label_NT, _ = label_tokens(batch, spec, GRID)
+        for n in np.nonzero(batch.weight.numpy())[0]:
+            truth, view = truths[int(batch.index[n])], batch.view[n].numpy()
+            mask_HW = read_mask(truth)
+            owner_T = find_owners_in_mask(mask_HW, view, GRID)
+            right_T = truth.classes[owner_T] == label_NT[n]
+            empty_T = find_owners_in_mask((mask_HW == 0).astype(np.uint8), view, GRID) == 0
+            parts = {
+                "right label": (owner_T >= 0) & right_T,
+                "wrong label": (owner_T >= 0) & ~right_T,
+                "background": empty_T,
+            }
+            for name, part_T in parts.items():
+                sums[name] = sums.get(name, 0.0) + float(weight_NT[n][part_T].sum())
+                counts[name] = counts.get(name, 0) + int(part_T.sum())
+    return {name: sums[name] / max(counts[name], 1) for name in sums}
 
 
 def take(batch: Batch, spec: ScoreMapSpec, k: int) -> tuple[Batch, ScoreMapSpec]:
@@ -131,9 +170,9 @@ def read_compact(spec: ScoreMapSpec, k: int) -> Callable[[Batch], np.ndarray]:
         few, own = take(batch, spec, k)
         fields = few.map_logit, few.map_class, few.map_lse, few.window
         maps = ScoreMaps(*(field.numpy() for field in fields))
-        rows = [np.frombuffer(row, np.uint8) for row in pack("compact", "tail", maps)]
+        rows = [np.frombuffer(row, np.uint8) for row in pack("compact", spec.absent, maps)]
         sizes = np.array([len(np.unique(row)) for row in maps.cls])
-        decoded = unpack("compact", own.side, k, code_levels("tail"), sizes, rows)
+        decoded = unpack("compact", own.side, k, code_levels(spec.absent), sizes, rows)
         logit, cls, lse = map(torch.from_numpy, decoded)
         few = few._replace(map_logit=logit, map_class=cls, map_lse=lse)
         return label_tokens(few, own, GRID)[0]

@@ -2,24 +2,30 @@
 
     python docs/figure.py
 
-labels.svg shows it in four steps, and any-loop.svg what a loop of one's own passes along. The scene
-is drawn, so no photograph is needed, and its score map is exact: a cell has the shares of the
-classes that cover it. Crops and token labels come from the code that trainings use (`crop_views`,
-`View`, `sparse_targets`).
+photograph.svg and labels.svg show it in four steps, any-loop.svg what a loop of one's own passes
+along. photograph.svg has two photographs of scikit-image, both CC0, as one image, and the score map
+of EfficientNet-Lite2: it needs the extra `photos`. The other scene is drawn, and its score map is
+exact: a cell has the shares of the classes that cover it. Crops and token labels come from the code
+that trainings use (`crop_views`, `View`, `sparse_targets`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
+from timm.data import ImageNetInfo
 from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 
-from densefeed.pages.tokens import label_tokens
+from densefeed.pages.templates import picture
+from densefeed.pages.tokens import draw_labels, label_tokens
 from densefeed.pipelines.batch import Batch, ScoreMapSpec
 from densefeed.pipelines.views import View
+from densefeed.relabel.load_teacher import load_teacher
 from densefeed.storage.geometry import WHOLE, crop_views, visible_boxes
+from densefeed.storage.scenes import load_photographs
 
 OUT = Path(__file__).parent / "images"
 NAMES = ("background", "circle", "triangle", "square")
@@ -33,6 +39,11 @@ CELLS, GRID = 12, 7  # of the map and of tokens, along a side
 CROP_TLHW = (26.0, 97.0, 137.0, 137.0)
 # The crop of any-loop.svg, of the image rotated by this angle in degrees.
 ANGLE, ROTATED_TLHW = 20.0, (44, 84, 124, 124)
+# What photograph.svg shows of its two photographs: left, top, right and bottom in pixels.
+PHOTOGRAPHS = {"chelsea": (0, 20, 451, 245.5), "coffee": (0, 60, 600, 360)}
+TEACHER, TEACHER_SIZE = "densefeed.models.efficientnet_lite:lite2", 448
+# The crop of photograph.svg, and its tokens along a side.
+COFFEE_TLHW, COFFEE_GRID = (76.0, 34.0, 152.0, 152.0), 8
 # A class is where its function of x and y, in pixels of the image, is true.
 SHAPES: dict[int, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     1: lambda x, y: (x - 76) ** 2 + (y - 148) ** 2 < 66**2,
@@ -61,9 +72,9 @@ def make_batch(
     share_SSK: np.ndarray, view_N23: Tensor, shown_N4: Tensor
 ) -> tuple[Batch, ScoreMapSpec]:
     """Return a crop as a loader would deliver it, with this score map."""
-    logit = np.log(share_SSK.clip(1e-3))
+    logit = np.log(share_SSK.clip(1e-4))
     order = np.argsort(-logit, axis=-1, kind="stable")
-    one = torch.zeros(1, dtype=torch.int64)
+    one, (side, _, count) = torch.zeros(1, dtype=torch.int64), share_SSK.shape
     batch = Batch(
         image=torch.zeros(1, PANEL, PANEL, 3, dtype=torch.uint8),
         label=one + 1,
@@ -78,8 +89,7 @@ def make_batch(
         window=torch.tensor([WHOLE]),
         axis_aligned=not view_N23[:, [0, 1], [1, 0]].any(),
     )
-    count = len(NAMES)
-    return batch, ScoreMapSpec(CELLS, count, count, "tail", count, 1.0)
+    return batch, ScoreMapSpec(side, count, count, "tail", count, 1.0)
 
 
 def cells(class_T: np.ndarray, side: int) -> str:
@@ -100,10 +110,10 @@ def cells(class_T: np.ndarray, side: int) -> str:
     return "".join(parts)
 
 
-def crop_view() -> tuple[Tensor, Tensor]:
-    """Return the view of the crop of labels.svg, `[1, 2, 3]`, and what it shows, `[1, 4]`."""
+def crop_view(box_tlhw: tuple[float, ...]) -> tuple[Tensor, Tensor]:
+    """Return the view of an upright crop, `[1, 2, 3]`, and what it shows, `[1, 4]`."""
     size = np.array([IMAGE])
-    view = crop_views(np.array([CROP_TLHW]), np.array([False]), size, size)
+    view = crop_views(np.array([box_tlhw]), np.array([False]), size, size)
     return torch.from_numpy(view), torch.from_numpy(visible_boxes(view))
 
 
@@ -125,8 +135,8 @@ def frame(view_23: Tensor) -> str:
     )
 
 
-def scene(view_23: Tensor) -> str:
-    """Draw the part of the scene that a view shows, as large as a panel."""
+def scene(view_23: Tensor, content: str = DRAWN) -> str:
+    """Draw the part of a scene that a view shows, as large as a panel."""
     rows = torch.cat([view_23.double(), torch.tensor([[0.0, 0, 1]]).double()])
     # From pixels of the image to those of the panel, column by column as SVG writes a matrix.
     pixels = torch.tensor([IMAGE, IMAGE, 1]).double()
@@ -134,7 +144,7 @@ def scene(view_23: Tensor) -> str:
     ground = f'<rect width="{IMAGE}" height="{IMAGE}" fill="{INKS[0]}"/>'
     numbers = " ".join(f"{number:.5g}" for number in matrix)
     return (
-        f'<svg width="{PANEL}" height="{PANEL}"><g transform="matrix({numbers})">{ground}{DRAWN}'
+        f'<svg width="{PANEL}" height="{PANEL}"><g transform="matrix({numbers})">{ground}{content}'
         "</g></svg>"
     )
 
@@ -187,9 +197,76 @@ def wrap(width: float, height: float, title: str, parts: list[str]) -> str:
     return "\n".join([head, *parts, "</svg>\n"])
 
 
-def draw_labels() -> str:
+def row_of_panels(panels: Sequence[tuple[str, str, str]]) -> list[str]:
+    """Draw panels, each of a title, a note and a body, with arrows between them."""
+    parts = []
+    for at, content in enumerate(panels):
+        x = GAP - 16 + at * (PANEL + GAP)
+        parts.append(panel(x, TOP, *content))
+        if at:
+            parts.append(arrow(x - 30, TOP + PANEL / 2, 23))
+    return parts
+
+
+def washes(labels: dict) -> str:
+    """Draw the cells of `draw_labels` over a panel, more opaque at higher probabilities."""
+    return "".join(
+        f'<rect x="{PANEL * cell["x"]:.1f}" y="{PANEL * cell["y"]:.1f}" '
+        f'width="{PANEL * cell["w"]:.1f}" height="{PANEL * cell["h"]:.1f}" '
+        f'fill="{cell["ink"]}" fill-opacity="{cell["opacity"]}" stroke="#ffffff" '
+        'stroke-opacity="0.5" stroke-width="0.7"/>'
+        for cell in labels["cells"]
+    )
+
+
+def draw_photograph() -> str:
+    """Return photograph.svg."""
+    side = 2 * IMAGE
+    image, info = Image.new("RGB", (side, side)), ImageNetInfo("imagenet-1k")
+    for at, (photograph, box) in enumerate(
+        zip(load_photographs(tuple(PHOTOGRAPHS)), PHOTOGRAPHS.values(), strict=True)
+    ):
+        image.paste(photograph.resize((side, side // 2), box=box), (0, at * side // 2))
+    names, size = info.label_names(), (TEACHER_SIZE, TEACHER_SIZE)
+    teacher, _ = load_teacher([TEACHER], [], size[:1], (), names, "squash", 1, 1)
+    pixels = torch.from_numpy(np.array(image.resize(size, teacher.interpolation)))
+    with torch.no_grad():
+        share_SSK = teacher.eval()(pixels[None, None])[0].softmax(-1).numpy()
+    view, shown = crop_view(COFFEE_TLHW)
+    token_NT, probability_NT = label_tokens(*make_batch(share_SSK, view, shown), COFFEE_GRID)
+    tokens = [part[0].reshape(COFFEE_GRID, -1) for part in (token_NT, probability_NT)]
+    short = [info.label_name_to_description(name).split(",")[0] for name in names]
+    labels = draw_labels(share_SSK.argmax(-1), share_SSK.max(-1), short, beside=[tokens])
+    # Twice as many pixels as units: screens of high density show it at its full size.
+    content = f'<image width="{IMAGE}" height="{IMAGE}" href="{picture(image, "JPEG")}"/>'
+    whole, line = torch.eye(2, 3), frame(view[0])
+    used = '<use href="#photograph"/>'
+    panels = (
+        ("1  Image", 'its label: "Egyptian cat"', scene(whole, used) + line),
+        ("2  Score map", "teacher, once", scene(whole, used) + washes(labels) + line),
+        ("3  Random crop", "what the student sees", scene(view[0], used)),
+        (
+            "4  Token labels",
+            "read from 2 at the crop",
+            scene(view[0], used) + washes(labels["beside"][0]),
+        ),
+    )
+    y, x = TOP + PANEL + 44, GAP - 16
+    parts = [f'<defs><g id="photograph">{content}</g></defs>', *row_of_panels(panels)]
+    for entry in labels["key"]:
+        parts.append(
+            f'<rect x="{x}" y="{y - 14}" width="28" height="28" fill="{entry["ink"]}" '
+            'stroke="#59636e"/>' + text(x + 38, y, entry["name"], 'dominant-baseline="central"')
+        )
+        x += 78 + 10 * len(entry["name"])
+    parts.append(text(x, y, "more opaque: more probable", 'dominant-baseline="central"'))
+    title = "A cat and an espresso in one image: its label, score map, crop and token labels"
+    return wrap(WIDTH, HEIGHT, title, parts)
+
+
+def draw_shapes() -> str:
     """Return labels.svg."""
-    share_SSK, (view, shown) = score_map(), crop_view()
+    share_SSK, (view, shown) = score_map(), crop_view(CROP_TLHW)
     token_NT, _ = label_tokens(*make_batch(share_SSK, view, shown), GRID)
     map_cells = cells(share_SSK.argmax(-1).ravel(), CELLS)
     panels = (
@@ -198,14 +275,8 @@ def draw_labels() -> str:
         ("3  Random crop", "what the student sees", scene(view[0])),
         ("4  Token labels", "read from 2 at the crop", cells(token_NT[0], GRID)),
     )
-    parts = []
-    for at, content in enumerate(panels):
-        x = GAP - 16 + at * (PANEL + GAP)
-        parts.append(panel(x, TOP, *content))
-        if at:
-            parts.append(arrow(x - 30, TOP + PANEL / 2, 23))
     title = "From an image over its score map to the labels of a crop's tokens"
-    return wrap(WIDTH, HEIGHT, title, [*parts, key(TOP + PANEL + 44)])
+    return wrap(WIDTH, HEIGHT, title, [*row_of_panels(panels), key(TOP + PANEL + 44)])
 
 
 def draw_any_loop() -> str:
@@ -245,7 +316,11 @@ def draw_any_loop() -> str:
     return wrap(end + 210, lower + PANEL + 78, title, [*parts, key(lower + PANEL + 44)])
 
 
-FIGURES = {"labels.svg": draw_labels, "any-loop.svg": draw_any_loop}
+FIGURES = {
+    "photograph.svg": draw_photograph,
+    "labels.svg": draw_shapes,
+    "any-loop.svg": draw_any_loop,
+}
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def read_mask(truth: Truth) -> np.ndarray:
 def draw_objects(
     image: Image.Image, truth: Truth, names: Sequence[str]
 ) -> tuple[Image.Image, list]:
-    """Color the objects of a whole image by its mask; return the picture and the key of its colors.
+    """Color the objects of a whole image by its mask; return the picture and a key of the colors.
 
     Raises UserError as `read_mask`.
     """

@@ -164,6 +164,7 @@ typedef struct {
     void *weights; size_t weights_room;
     int32_t *seen; size_t seen_room;
     double reading; /* microseconds spent reading this sample */
+    size_t head; /* bytes of its image that were read to `encoded` with its score map */
 } Scratch;
 
 /* Bytes that may be read past the end of a row-major plane. */
@@ -216,7 +217,7 @@ int map_unpack(const Packed *packed, int palette, const uint8_t *row, uint8_t *r
 int map_check(const Limits *limits, int32_t *seen, const uint8_t *logit, const uint8_t *class,
     const uint8_t *lse, const uint8_t *window, char *message);
 
-int sample_map(const Batch *batch, int n, Sample *sample, Scratch *scratch);
+int sample_map(const Batch *batch, int n, Sample *sample, Scratch *scratch, size_t head);
 int samples_of_image(const Batch *batch, int first);
 void samples_decode(const Batch *batch, int first, int count, Scratch *scratch);
 int planes_decode(Sample *sample, Scratch *scratch, Box box, Picture *picture);

@@ -48,7 +48,7 @@ static int crop_box(Sample *sample, Box *box) {
 /* Load the bytes of a JPEG: if it has our index, the `*header` bytes of its header, else all. */
 static int open_jpeg(Sample *sample, Scratch *scratch, const uint8_t **bytes, size_t *header) {
     size_t whole = sample->length, have = sample->bytes || whole < HEAD ? whole : HEAD;
-    if (!sample->bytes) TRY(load(sample, scratch, 0, 0, have));
+    if (!sample->bytes && scratch->head < have) TRY(load(sample, scratch, 0, 0, have));
     *bytes = sample->bytes ? sample->bytes : scratch->encoded;
     *header = segments_header(*bytes, have);
     size_t needed = *header ? *header : whole;
@@ -124,13 +124,16 @@ static int decode(Sample *sample, int count, Scratch *scratch, const Batch *batc
     return turbo_decode(sample, scratch, bytes, sample->length, small, scale, picture);
 }
 
-/* Read the parts of sample `n`. Neighbors in the file (all, in a .beton) are read by one call. */
-static int copy_parts(const Batch *batch, int n, Sample *sample, Scratch *scratch) {
+/* Read the parts of sample `n`. Neighbors in the file (all, in a .beton) are read by one call, and
+ * with them the first `head` bytes of the image, if it follows the last part, as in a .beton: one
+ * call of two costs 0.3 microseconds less. Sets scratch->head to what was read of the image. */
+static int copy_parts(
+    const Batch *batch, int n, Sample *sample, Scratch *scratch, size_t head) {
     uint32_t crc = 0;
     const int32_t *file = batch->part_file + (size_t)n * batch->parts;
     const int64_t *offset = batch->part_offset + (size_t)n * batch->parts;
     for (int p = 0, next; p < batch->parts; p = next) {
-        struct iovec run[2 * MOST_PARTS], part[MOST_PARTS];
+        struct iovec run[2 * MOST_PARTS + 1], part[MOST_PARTS];
         uint8_t gap[MOST_GAP];
         int64_t end = offset[p];
         int pieces = 0, limit = min(batch->parts, p + MOST_PARTS);
@@ -142,8 +145,16 @@ static int copy_parts(const Batch *batch, int n, Sample *sample, Scratch *scratc
             run[pieces++] = part[next - p];
             end = offset[next] + bytes;
         }
+        int follows = head && next == batch->parts && sample->file == file[p]
+            && sample->offset == end;
+        if (follows) {
+            if (!GROW(scratch, encoded, head + PADDING)) return NO_MEMORY;
+            run[pieces++] = (struct iovec){scratch->encoded, head};
+            end += head;
+        }
         /* If the call was interrupted, hit the end of the file or failed, read the parts singly. */
         int whole = preadv(file[p], run, pieces, offset[p]) == end - offset[p];
+        if (whole && follows) scratch->head = head;
         for (int k = p; k < next; k++) {
             struct iovec to = part[k - p];
             if (!whole)
@@ -175,9 +186,10 @@ static int copy_packed(const Batch *batch, int n, Sample *sample, Scratch *scrat
         to[1] + n * 2 * entries, to[2] + (size_t)n * 2 * packed->cells, sample->message);
 }
 
-/* Read score map `n` of a batch, and check its values. */
-int sample_map(const Batch *batch, int n, Sample *sample, Scratch *scratch) {
-    TRY((batch->packed ? copy_packed : copy_parts)(batch, n, sample, scratch));
+/* Read score map `n` of a batch, and check its values. `head` is that of copy_parts. */
+int sample_map(const Batch *batch, int n, Sample *sample, Scratch *scratch, size_t head) {
+    TRY(batch->packed ? copy_packed(batch, n, sample, scratch)
+                      : copy_parts(batch, n, sample, scratch, head));
     const Limits *limits = batch->limits;
     if (!limits) return OK;
     if (!GROW(scratch, seen, limits->classes * sizeof *scratch->seen)) return NO_MEMORY;
@@ -238,8 +250,12 @@ static void sample_decode(
     memset(sample->message, 0, sizeof sample->message);
     /* Score maps come first: they are then complete if the image is left to the caller. */
     sample->status = OK;
+    scratch->head = 0;
+    /* Planes that are shared may lie in the memory that the head is read to. */
+    int reads = sample->kind == JPEG && !sample->bytes && !shared && sample->length > 0;
+    size_t head = !reads ? 0 : sample->length < HEAD ? (size_t)sample->length : HEAD;
     if (n == first || batch->samples[first].status != OK || !copy_map(batch, first, n))
-        sample->status = sample_map(batch, n, sample, scratch);
+        sample->status = sample_map(batch, n, sample, scratch, head);
     at[1] = microseconds();
     if (sample->status == OK && sample->length <= 0)
         sample->status = fail(sample->message, UNREADABLE, "it is empty");
@@ -262,7 +278,7 @@ void samples_decode(const Batch *batch, int first, int count, Scratch *scratch) 
     Sample *sample = &batch->samples[first];
     Picture picture;
     double begin = microseconds();
-    scratch->reading = 0;
+    scratch->reading = 0, scratch->head = 0;
     int together = count > 1 && sample->length > 0
         && decode(sample, count, scratch, batch, NULL, &picture) == OK;
     double reading = scratch->reading, decoding = microseconds() - begin - reading;

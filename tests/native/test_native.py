@@ -13,6 +13,7 @@ import tempfile
 import time
 import zlib
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -649,6 +650,52 @@ def test_damaged_or_truncated_part_fails_only_its_sample(maps):
     job.decode()
     assert job.samples["status"].tolist() == [0, 0, 0, native.DAMAGED, 0]
     assert b"checksum" in job.samples["message"][3]
+
+
+def count_reads() -> int:
+    """Return the calls of this process that read; skip where the system does not count them."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        pytest.skip("the system does not count reads")
+    return int(dict(line.split(": ") for line in lines)["syscr"])
+
+
+@pytest.mark.parametrize("side", [16, 200], ids=["shorter than a head", "longer"])
+@pytest.mark.parametrize("gap", [0, 8])
+def test_outside_a_map_is_read_with_the_head_of_the_image_behind_it(
+    tmp_path, jpegs, noise, side, gap
+):
+    """As in a .beton. Pixels and map are those of separate reads, also where the file is cut."""
+    image = indexed_jpeg.transcode(jpegs.write(noise(side, side)))
+    assert (len(image) > 2048) == (side == 200)
+    part = np.random.default_rng(0).bytes(500)
+    path = tmp_path / "file"
+    path.write_bytes(part + bytes(gap) + image)
+    to, crc = [np.zeros((1, 500), np.uint8)], np.array([zlib.crc32(part)], np.uint32)
+    with open(path, "rb") as file:
+        number = file.fileno()
+        parts = native.Parts(np.array([[number]]), np.array([[0]]), to, crc)
+        alone = make_job([image], [(0, 0, side, side)], 16)
+        alone.decode()
+        job = make_job([image], [(0, 0, side, side)], 16, parts=parts)
+        job.samples["bytes"], job.samples["file"], job.samples["offset"] = 0, number, 500 + gap
+        before = count_reads()
+        own = count_reads() - before
+        before = count_reads()
+        job.decode()
+        # The map and the head, then the segments of the crop.
+        assert count_reads() - before - own == 2 + (gap > 0)
+        assert job.samples["status"].tolist() == [native.OK]
+        np.testing.assert_array_equal(job.pixels, alone.pixels)
+        assert to[0].tobytes() == part
+        for length in (len(image) // 2, 30, 0):
+            os.truncate(path, 500 + gap + length)
+            to[0][:] = 0
+            job.decode()
+            assert job.samples["status"].tolist() == [native.UNREADABLE]
+            assert b"cut or replaced" in job.samples["message"][0]
+            assert to[0].tobytes() == part
 
 
 # ------------------------------------------------------------------------- Bad input

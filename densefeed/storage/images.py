@@ -179,7 +179,10 @@ class Images:
         rows: int64 `[N]`, the place of each image in `whole`; None without a division.
         open: a function that opens the file of image `index`; the caller closes it.
         where: a function that returns the name of image `index` for error messages.
+        is_object: whether they are those of a dataset object.
     """
+
+    is_object = False
 
     def __init__(
         self,
@@ -197,6 +200,7 @@ class Images:
         is_named = isinstance(dataset, str)
         found = datasets.find(self.root, dataset, split) if is_named else dataset
         self.paths, self.labels, self.class_names = found.paths, found.labels, found.class_names
+        self.is_object = not is_named
         self.open, self.where = found.open, found.where
         self._blocks = getattr(found, "blocks", None)
         self._measure = getattr(found, "measure", self._measure_file)
@@ -223,6 +227,7 @@ class Images:
                 "add images, or give a validation set of its own"
             )
         self.whole, self.labels, self.class_names = whole, whole.labels[rows], whole.class_names
+        self.is_object = whole.is_object
         self.paths = [whole.paths[row] for row in rows.tolist()]
         self.open = lambda index: whole.open(rows[index])
         self.where = lambda index: whole.where(rows[index])

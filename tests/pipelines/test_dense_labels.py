@@ -180,6 +180,8 @@ def test_the_loss_is_the_dense_one(store):
 
 
 WHOLE = torch.eye(2, 3)[None]
+# A collated View of an input of 8 x 8 pixels that shows the whole image.
+SHOWN = torch.tensor([[[1.0, 0, 0, 0, 1, 8], [0, 1, 0, 0, 1, 8]]], dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -194,13 +196,59 @@ WHOLE = torch.eye(2, 3)[None]
         ([0, 1], WHOLE, r"view is \(1, 2, 3\); for 2 images give"),
         ([0], np.eye(2, 3)[None], r"view is ndarray"),
         ([0], torch.zeros(1, 2, 3), r"view 0 of the batch shows no area of its image"),
-        ([0], WHOLE * math.nan, r"view 0 of the batch shows no area"),
+        ([0], WHOLE * math.nan, r"view 0 of the batch has numbers that are not finite"),
     ],
 )
 def test_outside_ids_and_views_that_do_not_fit_are_one_sentence(store, ids, view, said):
     with open_score_maps(store) as labels, pytest.raises(UserError, match=said) as error:
         labels.targets(ids, view)
     assert "\n" not in str(error.value)
+
+
+def put_nan(column):
+    view = SHOWN.clone()
+    view[0, 1, column] = math.nan
+    return view
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (([0], WHOLE, 2, {}), r"^rules is a dict; give densefeed.TargetRules"),
+        (([0], WHOLE, 2, None), r"^rules is a NoneType; give densefeed.TargetRules"),
+        (([[1], [2, 3]], WHOLE), r"^ids are a list of different lengths or of a type that NumPy"),
+        ((torch.ones(1).bfloat16(), WHOLE), r"^ids are a Tensor .*; give one number or path per"),
+        ((torch.ones(1), WHOLE), r"^ids of float32; give whole numbers"),
+        (("cat/000.jpg", WHOLE), r"^ids of shape \(\); give one number or path per image"),
+        ((["3"], WHOLE), r"has no map of 3; paths in it are like cat/000.jpg"),
+        (([0], WHOLE, 2, TargetRules(), "gpu"), r"^device 'gpu' cannot be used here \(.*; give c"),
+        (([0], WHOLE, 2, TargetRules(), 3.5), r"^device 3.5 cannot be used here \(.*; give cpu"),
+        *(
+            (([0], put_nan(column), 2), r"^view 0 of the batch has numbers that are not finite; ")
+            for column in range(6)
+        ),
+    ],
+)
+def test_outside_arguments_of_other_types_are_one_sentence(store, arguments, said):
+    """Each was an error of Python, NumPy or PyTorch; NaN in what is shown gave weights of 0."""
+    ids, view, grid, *rest = *arguments, *[2][len(arguments) - 2 :]
+    with open_score_maps(store) as labels:
+        calls = [lambda: labels.targets(ids, view, grid, *rest)]
+        calls += [lambda: labels.soft_masks(ids, view, (2, 2), *rest)]
+        for call in calls:
+            with pytest.raises(UserError, match=said) as error:
+                call()
+            assert "\n" not in str(error.value)
+
+
+def test_outside_a_store_that_was_closed_says_so(store):
+    labels = open_score_maps(store)
+    labels.close()
+    with pytest.raises(UserError, match=r"maps.h5 was closed; open it again"):
+        labels.targets([0], WHOLE, 2)
+    for path in (None, 3, [store]):
+        with pytest.raises(UserError, match="path is .* must be of type str"):
+            open_score_maps(path)
 
 
 def test_the_guides_example_runs(folder, random_maps, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import re
 from pathlib import Path
 
 import numpy as np
@@ -247,20 +248,40 @@ def test_outside_a_store_that_was_closed_says_so(store):
     with pytest.raises(UserError, match=r"maps.h5 was closed; open it again"):
         labels.targets([0], WHOLE, 2)
     for path in (None, 3, [store]):
-        with pytest.raises(UserError, match="path is .* must be of type str"):
+        with pytest.raises(UserError, match=r"path is .* must be of type str"):
             open_score_maps(path)
 
 
-def test_the_guides_example_runs(folder, random_maps, tmp_path, monkeypatch):
+def test_outside_the_guides_examples_run(folder, random_maps, tmp_path, monkeypatch):
     images = Images(folder, split="train")
     write_store(tmp_path / "maps.h5", images, random_maps(len(images), 6, 3, 8), 8)
     page = (Path(__file__).parents[2] / "docs/guides/any-loop.md").read_text()
     monkeypatch.chdir(tmp_path)
-    names = {}
-    exec(page.partition("```python")[2].partition("```")[0], names)
-    assert names["loss"].isfinite()
-    # Logits of 0 call all classes alike, and targets sum to 1 + smoothing / K.
-    assert names["loss"].item() == pytest.approx((1 + 0.1 / 8) * math.log(8), rel=1e-5)
+    names, (first, mixing) = {}, re.findall(r"```python\n(.*?)```", page, re.S)[:2]
+    exec(first, names)
+    whole, tokens = (names[name].dense(8) for name in ("whole", "tokens"))
+    assert tokens.shape == (1, 14 * 14, 8)
+    logits = names["out"].cls[:, None], names["out"].tokens
+    on_whole, on_tokens = (
+        -(target * logits_NTK.log_softmax(2)).sum(2).mean()
+        for target, logits_NTK in zip((whole, tokens), logits, strict=True)
+    )
+    torch.testing.assert_close(names["loss"], on_whole + on_tokens / 2)
+    # Two images, of which each is the other's partner, and a box that cuts tokens.
+    image, view = torch.rand(2, 3, 224, 224), torch.eye(2, 3).repeat(2, 1, 1)
+    with open_score_maps("maps.h5") as labels:
+        whole, tokens = labels.targets([7, 2], view, [1, 14])
+    names |= {"image": image, "whole": whole, "tokens": tokens}
+    exec(mixing.replace("48, 160", "50, 160"), names)
+    pixels = torch.zeros(224, 224)
+    pixels[32:160, 50:176] = 1
+    torch.testing.assert_close(names["image"], image + pixels * (image.flip(0) - image))
+    share = pixels.unflatten(0, (14, 16)).unflatten(2, (14, 16)).mean((1, 3)).view(1, 196, 1)
+    assert (share % 1 > 0).any()
+    for name, part, of in (("tokens", share, tokens), ("whole", pixels.mean(), whole)):
+        dense = of.dense(8)
+        want = (1 - part) * dense + part * dense.flip(0)
+        torch.testing.assert_close(names[name].dense(8), want)
 
 
 def test_outside_two_images_of_one_name_are_named(folder, random_maps, tmp_path):

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import h5py
 import numpy as np
 
-from densefeed.storage.dataset_names import MOST_NAMES
+from densefeed.storage.dataset_names import MOST_NAMES, same_images
 from densefeed.storage.geometry import are_windows
 from densefeed.storage.row_codecs import FormError, ScoreMaps, code_levels, row_sizes, unpack
 from densefeed.storage.store_file import (
@@ -337,7 +337,7 @@ class ScoreMapStore:
 
     def describes(self, fingerprint: str) -> bool:
         """Whether the maps are of the dataset of this fingerprint."""
-        return fingerprint == self.header.fingerprint
+        return same_images(fingerprint, self.header.fingerprint)
 
     def check(
         self,

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import shutil
 import time
 import traceback
 
@@ -208,6 +209,40 @@ def test_outside_maps_of_a_dataset_that_changed_are_refused(photos, teacher, map
             densefeed.label(changed, teacher, store.path, **HOW)
     with densefeed.open_score_maps(store.path, items) as labels:
         assert len(labels) == len(items)
+
+
+@pytest.mark.parametrize("kind", ["folder", "subset", "joined", "timm"])
+def test_outside_exchanged_items_of_stated_files_are_noticed(
+    photos, teacher, tmp_path, monkeypatch, kind
+):
+    """Two of one label, of which neither is in the sample of pixels; not where the data moved."""
+    monkeypatch.setattr("densefeed.storage.dataset_items.SAMPLED", 2)
+    monkeypatch.setattr("densefeed.storage.dataset_items.DatasetItems.sampling", 512)
+
+    def build(root, exchanged=False):
+        if kind == "timm":
+            dataset = timm.data.create_dataset("", str(root))
+            samples = dataset.reader.samples
+        else:
+            dataset = ImageFolder(root)
+            samples = dataset.samples
+        if exchanged:
+            samples[1], samples[2] = samples[2], samples[1]
+        if kind == "subset":
+            return torch.utils.data.Subset(dataset, range(len(dataset)))
+        return torch.utils.data.ConcatDataset([dataset]) if kind == "joined" else dataset
+
+    store = densefeed.label(build(photos), teacher, tmp_path / "maps.h5", **HOW)
+    moved = shutil.copytree(photos, tmp_path / "moved")
+    items = list(ImageFolder(photos))
+    for same in (build(photos), build(moved), items):
+        densefeed.open_score_maps(store.path, same).close()
+    how = dict(batch=4, size=32, threads=1, score_maps=store.path, val_fraction=0.3)
+    densefeed.open_loader(build(moved), **how).close()
+    with pytest.raises(UserError, match=r"another dataset .*fingerprints differ"):
+        densefeed.open_score_maps(store.path, build(photos, exchanged=True))
+    with pytest.raises(UserError, match=r"another dataset .*fingerprints differ"):
+        densefeed.open_loader(build(photos, exchanged=True), **how)
 
 
 def test_outside_a_loader_of_a_dataset_gives_the_batches_of_its_folder(photos, teacher, maps):

@@ -1,5 +1,6 @@
 """The Python API: a loader of batches, and the step of a training loop of your own."""
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import index
@@ -103,19 +104,26 @@ class Loader:
 SEVERAL = {"model", "input_size", "class_map"}
 
 
+# An object in place of what an option names.
+NAMED_TWICE = "dataset names what a folder holds, and a dataset was given; remove it"
+
+
 def label(
-    dataset: Any,
-    teacher: str | nn.Module | Sequence[str | nn.Module],
+    data: Any,
+    /,
+    teacher: str | Path | nn.Module | Sequence[str | Path | nn.Module],
     out: str | Path,
     **options: Any,
 ) -> ScoreMapStore | None:
     """Label the images of a dataset with a teacher, as `densefeed label` does.
 
     Args:
-        dataset: a map-style dataset: an object with `len` whose `[index]` is (image, label), or a
+        data: a map-style dataset: an object with `len` whose `[index]` is (image, label), or a
             dictionary of both, as those of torchvision, timm and Hugging Face. An image is a Pillow
             image, a uint8 array `[H, W, 3]`, a tensor `[3, H, W]` of uint8 or of floats from 0 to
-            1, or the bytes or the path of an image file. Or the path of a folder, as of --data.
+            1, or the bytes or the path of an image file. Or `package.module:factory`, or the path
+            of a folder as of --data, with the option dataset as of --dataset, e.g.
+            `label("photos", teacher, "maps.h5", dataset="list/train.csv")`.
         teacher: what --teacher names, or a torch.nn.Module; several are averaged. A module is
             moved to the device, in eval mode.
         out: a file NAME.h5, a folder of shards, or `s3://BUCKET/FOLDER`. The same call again
@@ -130,22 +138,29 @@ def label(
     """
     if foreign := {"data", "teacher", "out"} & options.keys():
         raise TypeError(f"label has no option {min(foreign)!r}")
-    teachers = [teacher] if isinstance(teacher, str | nn.Module) else list(teacher)
+    teachers = [teacher] if isinstance(teacher, str | Path | nn.Module) else teacher
+    is_list = isinstance(teachers, Sequence)
+    if not (is_list and all(isinstance(each, str | Path | nn.Module) for each in teachers)):
+        raise UserError(
+            f"teacher is a {type(teacher).__name__}; give a torch.nn.Module, what --teacher of "
+            "densefeed label names, or a list of these"
+        )
+    teachers = [str(each) if isinstance(each, Path) else each for each in teachers]
     names = [each if isinstance(each, str) else type(each).__name__ for each in teachers]
     for name in SEVERAL & options.keys():
         value = options[name]
         if isinstance(value, str | int | Path):
             options[name] = (str(value) if isinstance(value, Path) else value,)
-    place = None
-    if isinstance(dataset, str | Path):
-        named = isinstance(dataset, str) and is_factory(dataset)
-        place = {"dataset": dataset} if named else {"data": as_location(dataset)}
-    elif "dataset" in options:
-        raise TypeError("label has no option 'dataset' beside a dataset")
+    place, named = None, options.get("dataset")
+    if isinstance(data, str | Path):
+        makes = not named and isinstance(data, str) and is_factory(data)
+        place = {"dataset": data} if makes else {"data": as_location(data)}
+    elif named:
+        raise UserError(NAMED_TWICE)
     labeling = with_options(
         Labeling(out=as_location(out), teacher=tuple(names), **place or {}), **options
     )
-    items = None if place else DatasetItems(dataset, name_dataset(dataset))
+    items = None if place else DatasetItems(data, name_dataset(data))
     given = () if all(isinstance(each, str) for each in teachers) else teachers
     return run_labeling(labeling, items, given)
 
@@ -197,7 +212,7 @@ def open_loader(
     items, mode = None, "train" if train else "evaluate"
     if not isinstance(path, str | Path):
         if options.get("dataset"):
-            raise UserError("dataset names what a folder holds, and a dataset was given; remove it")
+            raise UserError(NAMED_TWICE)
         items = DatasetItems(path, path := name_dataset(path))
     place = as_location(path)
     places = {"train" if train or options.get("val_fraction") else "val": place}
@@ -232,7 +247,8 @@ def find_group() -> tuple[int, int]:
 
 
 def as_location(place: str | Path) -> Path | ObjectURL:
-    """Return a path, or the URL that text or a path means."""
+    """Return a path, or the URL that text or a path means. UserError for another object."""
+    check_type("path", str | os.PathLike, place)
     return find_url(Path(place)) or parse_location(str(place))
 
 

@@ -9,9 +9,11 @@ import torch
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 
-from densefeed.models.token_head import read_stride
+from densefeed.models.token_head import TokenHeadModel, read_stride
+from densefeed.models.token_transformer import FUSED_FROM
 from densefeed.models.wrapped_model import get_networks
 from densefeed.objectives.base import Objective, StepContext, step_loss
+from densefeed.objectives.token_labeling import TokenLabeling
 from densefeed.pipelines.augment.augmentation import Augmentation, augment_batches
 from densefeed.pipelines.augment.settings import Augment
 from densefeed.pipelines.batch import Batch
@@ -151,7 +153,17 @@ class Step:
             batch = self._augment(batch)
         (loss,) = self.losses(model, batch)
         # The caller's generator is left as it is.
-        return loss._replace(seed=None)()
+        loss = loss._replace(seed=None)
+        headed = unwrap_model(model)
+        fits = isinstance(self.objective, TokenLabeling) and isinstance(headed, TokenHeadModel)
+        if not fits or headed.num_classes < FUSED_FROM:
+            return loss()
+        # For this call alone: in other loops the model gives logits.
+        before, headed.fused_head = headed.fused_head, True
+        try:
+            return loss()
+        finally:
+            headed.fused_head = before
 
     def losses(self, network: nn.Module, batch: Batch) -> list[PartLoss]:
         """Return for each part of one of `batches` a function that computes its loss.

@@ -47,8 +47,8 @@ class TokenHeadModel(WrappedModel):
         model: the timm model, whose state dict has no other names for being here.
         token_head: the linear layer.
         patch_size: pixels along a token.
-        fused_head: whether training leaves the layer to a loss that is fused with it, as that of
-            this package's trainings from FUSED_FROM classes on. `sparse_loss` needs logits.
+        fused_head: whether training leaves the layer to a loss that is fused with it, as `Step` and
+            `densefeed train` set it from FUSED_FROM classes on. `sparse_loss` needs logits.
     """
 
     with_token_head = True

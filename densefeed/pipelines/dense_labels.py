@@ -25,7 +25,7 @@ from densefeed.storage.dataset_items import DatasetItems, name_dataset
 from densefeed.storage.images import Images
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.storage.selection import find_rows
-from densefeed.system.errors import UserError
+from densefeed.system.errors import UserError, first_line, is_out_of_memory
 
 # N images   T tokens   K classes
 Ids = Sequence[int] | Sequence[str] | np.ndarray | Tensor
@@ -85,9 +85,14 @@ class StoredLabels:
         `ids` are numbers in the order of labeling, or paths as in the store, relative to the folder
         of the class folders (`cat/0.jpg`). UserError for one that is not in the store.
         """
-        if isinstance(ids, Tensor):
-            ids = ids.detach().cpu().numpy()
-        ids = np.asarray(ids)
+        try:
+            ids = np.asarray(ids.detach().cpu() if isinstance(ids, Tensor) else ids)
+        # Lists of different lengths, and types that NumPy has not, as bfloat16.
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"ids are a {type(ids).__name__} of different lengths or of a type that NumPy does "
+                "not know; give one number or path per image, [N]"
+            ) from error
         if ids.ndim != 1:
             raise UserError(f"ids of shape {ids.shape}; give one number or path per image, [N]")
         if ids.dtype.kind in "US":
@@ -142,7 +147,7 @@ class StoredLabels:
         or shows a region without area.
         """
         grids = grid if isinstance(grid, list) else [grid]
-        batch = self._read(ids, view, device)
+        batch = self._read(ids, view, rules, device)
         spread = palette_maps(batch, self._spec, rules)
         found = [sparse_targets(batch, self._spec, one, rules, spread) for one in grids]
         return found if isinstance(grid, list) else found[0]
@@ -160,10 +165,20 @@ class StoredLabels:
         They are those of `targets` with a grid of that size, whose arguments the others are; but
         they are computed only in the loss, a few rows of pixels at a time.
         """
-        return SoftMasks(self._read(ids, view, device), self._spec, tuple(size), rules)
+        return SoftMasks(self._read(ids, view, rules, device), self._spec, tuple(size), rules)
 
-    def _read(self, ids: Ids, view: Tensor, device: torch.device | str | None) -> Batch:
-        """Read maps for views, as a batch without images on the device; see `targets`."""
+    def _read(
+        self, ids: Ids, view: Tensor, rules: TargetRules, device: torch.device | str | None
+    ) -> Batch:
+        """Read maps for views, as a batch without images on the device; see `targets`.
+
+        UserError for arguments of other types, all of which are checked here.
+        """
+        if not isinstance(rules, TargetRules):
+            raise UserError(
+                f"rules is a {type(rules).__name__}; give densefeed.TargetRules, e.g. "
+                "TargetRules(smoothing=0.1)"
+            )
         rows = self.find_rows(ids)
         matrix, shown = split_view(view, len(rows))
         maps, failed = read_parts(locate_rows(self._store, rows), self._spec)
@@ -173,7 +188,7 @@ class StoredLabels:
             raise UserError(f"{self.path}: row {row} cannot be read; copy the file again")
         matrix_N23 = matrix.float()
         aligned = not matrix_N23[:, [0, 1], [1, 0]].any()
-        return Batch(
+        batch = Batch(
             image=torch.empty(len(rows), 0, dtype=torch.uint8),
             label=torch.from_numpy(self.labels[rows]),
             view=matrix_N23,
@@ -186,7 +201,16 @@ class StoredLabels:
             map_lse=torch.from_numpy(maps.lse),
             window=torch.from_numpy(maps.window),
             axis_aligned=aligned,
-        ).to(view.device if device is None else device)
+        )
+        try:
+            return batch.to(view.device if device is None else device)
+        except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+            if is_out_of_memory(error):
+                raise
+            raise UserError(
+                f"device {device!r} cannot be used here ({first_line(error)}); give cpu, or cuda "
+                "where there is a GPU"
+            ) from error
 
 
 def split_view(view: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -203,12 +227,14 @@ def split_view(view: Tensor, count: int) -> tuple[Tensor, Tensor]:
     view = view.detach().as_subclass(Tensor).cpu()
     matrix = view[:, :, :3]
     area = torch.linalg.det(matrix[:, :, :2].double()).abs()
-    bad = ~(matrix.flatten(1).isfinite().all(1) & (area >= 1e-12))
+    finite = view.flatten(1).isfinite().all(1)
+    bad = ~(finite & (area >= 1e-12))
     if bad.any():
-        raise UserError(
-            f"view {int(bad.int().argmax())} of the batch shows no area of its image; crop and "
-            "warp it less"
-        )
+        number = int(bad.int().argmax())
+        fault = "shows no area of its image; crop and warp it less"
+        if not finite[number]:
+            fault = "has numbers that are not finite; compute it again, e.g. from View.identity"
+        raise UserError(f"view {number} of the batch {fault}")
     if view.shape[2] == 6:
         return matrix, view[:, :, 3:5].permute(0, 2, 1).flip(2).flatten(1)
     # The box around what the input's corners show, in float32 as `visible_boxes` of a loader.

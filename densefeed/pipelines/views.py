@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
@@ -42,8 +43,9 @@ class View(tv_tensors.Mask):
     Columns 3 and 4 are the first and the last coordinate of the stored image that is shown: the
     input shows fill elsewhere. Column 5 is the number of the input's pixels along this axis.
 
-    Everything is in the tensor, so Views can be collated: a batch is a plain tensor `[N, 2, 6]`,
-    and `View(batch)` has the properties of all. UserError for other shapes.
+    Everything is in the tensor, so Views can be collated: `default_collate` makes a View
+    `[N, 2, 6]` of N, whose properties are those of all, and `View(tensor)` one of a stacked tensor.
+    UserError for other shapes.
 
     What is shown is a box along the axes of the stored image. Fill that a rotation brings into the
     input lies outside the stored image, so labels know it; but a second rotation may bring back a
@@ -55,7 +57,7 @@ class View(tv_tensors.Mask):
 
     # A subclass of Mask because transforms that change only images pass unknown classes through,
     # which would be wrong without a word, but refuse masks: RandAugment, AutoAugment,
-    # TrivialAugmentWide, AugMix, FiveCrop, TenCrop, CutMix and MixUp.
+    # TrivialAugmentWide, AugMix, FiveCrop, TenCrop, and of batches CutMix and MixUp.
 
     # Whether the transforms receive a PIL image: its rotations are expanded to sizes of their own.
     is_pil = False
@@ -94,6 +96,18 @@ class View(tv_tensors.Mask):
         through.
         """
         return self if cls is Tensor else super().as_subclass(cls)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Keep `is_pil` where torchvision keeps the class, as in copies; and both in `cuda()`."""
+        output = super().__torch_function__(func, types, args, kwargs)
+        if func is Tensor.cuda:
+            output = output.as_subclass(cls)
+        if isinstance(output, View):
+            output.is_pil = getattr(args[0], "is_pil", False)
+        return output
 
     def __getitem__(self, index: Any) -> Tensor:
         """Return a part as a plain tensor.
@@ -136,6 +150,18 @@ class View(tv_tensors.Mask):
         plain = self.plain
         (*_, width), (*_, height) = (plain if plain.ndim == 2 else plain.flatten(0, -3)[0]).tolist()
         return int(height), int(width)
+
+
+def collate_views(views: Sequence[View], **options: Any) -> View:
+    """Stack the Views of a batch, for `default_collate`: `[N, 2, 6]`.
+
+    The class is kept, because CutMix and MixUp refuse it, and would pass a plain tensor beside the
+    images that they mix through.
+    """
+    return View(collate_tensor_fn([view.plain for view in views]))
+
+
+default_collate_fn_map[View] = collate_views
 
 
 # ---------------------------------------------------------------- maps

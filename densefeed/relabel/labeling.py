@@ -19,13 +19,13 @@ from torch import Tensor
 
 from densefeed.relabel.rendering import PillowRender, Render
 from densefeed.relabel.scoring import Precision, Scored, Scorer, choose_precision, find_batch_size
-from densefeed.relabel.teacher import Teacher, weights_hash
+from densefeed.relabel.teacher import Teacher, explain_failures, weights_hash
 from densefeed.storage.dataset_names import MOST_CLASSES
 from densefeed.storage.images import Images
 from densefeed.storage.row_codecs import Absent, Form
 from densefeed.storage.score_maps import ScoreMapWriter, StoreHeader
 from densefeed.storage.store_file import MOST
-from densefeed.system.errors import UserError, first_line
+from densefeed.system.errors import UserError
 from densefeed.system.options import Bounds
 from densefeed.system.terminal import escape_controls
 
@@ -139,17 +139,13 @@ def score_blank(scorer: Scorer, name: str, shape: tuple[int, ...]) -> tuple[int,
     """
     blank = torch.zeros(1, *shape, dtype=torch.uint8, device=scorer.device)
     try:
-        _, side, _, num_classes = scorer.logits(blank).shape
+        with explain_failures(name, shape[1], "--input-size"):
+            _, side, _, num_classes = scorer.logits(blank).shape
     except torch.OutOfMemoryError:
         raise UserError(
             f"{name} does not fit into the GPU's memory with one image; choose a smaller "
             "--input-size"
         ) from None
-    except (AssertionError, RuntimeError, ValueError) as error:
-        raise UserError(
-            f"{name} does not take images of {shape[1]} px ({first_line(error)}); choose another "
-            "--input-size"
-        ) from error
     if num_classes > MOST_CLASSES:
         raise UserError(
             f"{name} has {num_classes} classes, and a store holds at most {MOST_CLASSES:,}; choose "

@@ -6,7 +6,9 @@ pictures; `prepare` does so with Pillow.
 """
 
 import hashlib
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ from densefeed.relabel.class_map import ClassMap
 from densefeed.relabel.network import Network
 from densefeed.relabel.rendering import render
 from densefeed.storage.geometry import TLBR, Geometry, TeacherView, crop_in_pixels, teacher_window
-from densefeed.system.errors import UserError, first_line
+from densefeed.system.errors import UserError, first_line, is_out_of_memory
 
 # N images   L pictures, by test-time view and within it by tile   K classes
 # S cells along a map's side   s cells along a tile's side
@@ -158,18 +160,9 @@ class Teacher(nn.Module):
         Raises UserError if they do not take images of this size.
         """
         pictures = torch.zeros(1, *self.shape[1:], dtype=torch.uint8, device=self.mean.device)
-        try:
-            with torch.inference_mode():
-                self._score(pictures)
-        # A subclass of RuntimeError, but it does not mean that the networks refuse this size.
-        except torch.OutOfMemoryError:
-            raise
-        except (AssertionError, RuntimeError, ValueError) as error:
-            names = " and ".join(network.name for network in self.networks)
-            raise UserError(
-                f"{names} does not take images of {self.input_size} px ({first_line(error)}); "
-                "choose another input size"
-            ) from error
+        names = " and ".join(network.name for network in self.networks)
+        with explain_failures(names, self.input_size), torch.inference_mode():
+            self._score(pictures)
 
     @property
     def overlap(self) -> int:
@@ -290,6 +283,42 @@ def resample(logits_NssK: Tensor, side: int) -> Tensor:
     parts = parts.permute(0, 2, 3, 1)
     # A probability that float32 rounds to 0 would become a logit of minus infinity.
     return parts[..., :-1].clamp(min=torch.finfo(parts.dtype).tiny).log() + parts[..., -1:]
+
+
+# Words of PyTorch's and timm's errors that the size of an input causes. Those of a convolution with
+# another number of channels name the size of its weight.
+SIZES = re.compile(
+    r"(?!.*\bchannels\b).*(size|\b(shapes?|height|width|resolution|pixels|spatial|divisible)\b)",
+    re.I,
+)
+
+
+@contextmanager
+def explain_failures(name: str, size: int, option: str = "input size") -> Iterator[None]:
+    """Explain what the teacher `name` raises at its first image, of `size` pixels, by UserError.
+
+    The cause of the UserError is the teacher's own error, with its traceback. `option` is that of
+    the size. Errors of memory are raised as they are.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    # A module of the user's own may raise anything.
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        problem, bare = first_line(error), isinstance(error, AssertionError) and not str(error)
+        # An assertion without a message mostly compares sizes.
+        kinds = AssertionError, RuntimeError, ValueError
+        if bare or (isinstance(error, kinds) and SIZES.match(problem)):
+            raise UserError(
+                f"{name} does not take images of {size} px ({problem}); choose another {option}"
+            ) from error
+        raise UserError(
+            f"the teacher {name} failed at its first image, of {size} px "
+            f"({type(error).__name__}: {problem}); correct its forward pass"
+        ) from error
 
 
 def _shifts_and_flips(count: int) -> list[tuple[tuple[int, int], bool]]:

@@ -61,7 +61,7 @@ class DatasetItems:
         self.root, self._dataset, self._lock = name, dataset, Lock()
         count = len(dataset)
         self.paths = [f"item-{index:08d}" for index in range(count)]
-        self._columns = find_columns(dataset, name)
+        self._columns, self._files = find_columns(dataset, name), list_files(dataset)
         self._digests: dict[int, int] = {}
         sampled = {index: self._compare(index) for index in sample_evenly(count, SAMPLED).tolist()}
         self.labels = self._find_labels(sampled)
@@ -88,6 +88,15 @@ class DatasetItems:
         if index not in self._digests:
             self._digests[index] = digest(self._read(index)[0])
         return self._digests[index]
+
+    def hash_files(self, rows: Sequence[int]) -> str:
+        """Hash the files of items, by the last two parts of their paths; "" if none are stated.
+
+        Not by all parts, as a data set may move to another folder.
+        """
+        names = ("/".join(self._files[row].split("/")[-2:]) for row in rows if self._files)
+        text = "\n".join(names)
+        return f"{digest(text.encode(errors='surrogateescape')):016x}" if text else ""
 
     def _compare(self, index: int) -> Any:
         """Read an item twice, and return its label. UserError if its images differ."""
@@ -260,6 +269,22 @@ def list_labels(dataset: Any, name: str) -> np.ndarray | None:
         return None
     fits = labels.shape == (len(dataset),) and labels.dtype.kind in "iu"
     return labels.astype(np.int64) if fits else None
+
+
+def list_files(dataset: Any) -> list[str]:
+    """Return the paths of files that datasets of torchvision and timm state; [] if unknown."""
+    if isinstance(dataset, Subset):
+        files = list_files(dataset.dataset)
+        return [files[index] for index in dataset.indices] if files else []
+    if isinstance(dataset, ConcatDataset):
+        parts = [list_files(part) for part in dataset.datasets]
+        return [file for part in parts for file in part] if all(parts) else []
+    samples = getattr(dataset, "samples", None) or getattr(dataset, "imgs", None)
+    samples = samples or getattr(getattr(dataset, "reader", None), "samples", None)
+    if not isinstance(samples, list) or len(samples) != len(dataset):
+        return []
+    files = [item[0] if isinstance(item, tuple) and item else None for item in samples]
+    return files if all(isinstance(file, str) for file in files) else []
 
 
 def list_reader(reader: Any, count: int) -> list[int]:

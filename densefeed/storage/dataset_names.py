@@ -320,6 +320,16 @@ def hash_images(paths: Sequence[str], labels: np.ndarray, sizes: Iterable[int | 
     return digest.hexdigest()
 
 
+def same_images(one: str, other: str) -> bool:
+    """Whether two fingerprints are of the same images.
+
+    The names of files, after the hyphen, are compared where both have them: a list of the items of
+    a dataset does not state them.
+    """
+    (first, _, names), (second, _, others) = one.partition("-"), other.partition("-")
+    return first == second and (names == others or not (names and others))
+
+
 def check_label(label: object, where: str) -> int:
     """Return `label`; UserError if it is invalid, before all up to the highest get names."""
     if not isinstance(label, int) or isinstance(label, bool) or not 0 <= label < MOST_CLASSES:

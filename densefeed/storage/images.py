@@ -6,6 +6,7 @@ import math
 import struct
 import sys
 import warnings
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -179,7 +180,11 @@ class Images:
         rows: int64 `[N]`, the place of each image in `whole`; None without a division.
         open: a function that opens the file of image `index`; the caller closes it.
         where: a function that returns the name of image `index` for error messages.
+        is_object: whether they are those of a dataset object.
     """
+
+    is_object = False
+    _hash_files: Callable[[Sequence[int]], str] | None = None
 
     def __init__(
         self,
@@ -197,6 +202,7 @@ class Images:
         is_named = isinstance(dataset, str)
         found = datasets.find(self.root, dataset, split) if is_named else dataset
         self.paths, self.labels, self.class_names = found.paths, found.labels, found.class_names
+        self.is_object, self._hash_files = not is_named, getattr(found, "hash_files", None)
         self.open, self.where = found.open, found.where
         self._blocks = getattr(found, "blocks", None)
         self._measure = getattr(found, "measure", self._measure_file)
@@ -223,6 +229,9 @@ class Images:
                 "add images, or give a validation set of its own"
             )
         self.whole, self.labels, self.class_names = whole, whole.labels[rows], whole.class_names
+        self.is_object = whole.is_object
+        if whole._hash_files:
+            self._hash_files = lambda places: whole._hash_files(rows[list(places)].tolist())
         self.paths = [whole.paths[row] for row in rows.tolist()]
         self.open = lambda index: whole.open(rows[index])
         self.where = lambda index: whole.where(rows[index])
@@ -289,12 +298,15 @@ class Images:
         """Hash all paths and labels in order, and the byte sizes of sampled files, by SHA-256.
 
         `rows` are consecutive images, by default all. The sample is up to `sized` evenly spaced
-        files of them. For items of a dataset, which are fewer, hashes stand for the sizes.
+        files of them. For items of a dataset, which are fewer, hashes stand for the sizes; where it
+        states its files, a hash of their names follows after a hyphen, see `same_images`.
         """
         rows = range(len(self)) if rows is None else rows
         part = slice(rows.start, rows.stop)
         sizes = self.sample_sizes(rows, sized).values()
-        return hash_images(self.paths[part], self.labels[part], sizes)
+        found = hash_images(self.paths[part], self.labels[part], sizes)
+        files = self._hash_files(rows) if self._hash_files else ""
+        return f"{found}-{files}" if files else found
 
     def sample_sizes(self, rows: range | None = None, sized: int = SIZED_FILES) -> FileSizes:
         """Return the byte sizes of the files that `fingerprint` samples, by their rows.

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import h5py
 import numpy as np
 
-from densefeed.storage.dataset_names import MOST_NAMES
+from densefeed.storage.dataset_names import MOST_NAMES, same_images
 from densefeed.storage.geometry import are_windows
 from densefeed.storage.row_codecs import FormError, ScoreMaps, code_levels, row_sizes, unpack
 from densefeed.storage.store_file import (
@@ -49,6 +49,7 @@ from densefeed.system.files import (
     sync_folder,
     write_at,
 )
+from densefeed.system.options import check_type
 from densefeed.system.progress import bar
 
 # Bytes of the rows that are checked at once.
@@ -151,6 +152,7 @@ class ScoreMapStore:
     """
 
     def __init__(self, path: Path | str) -> None:
+        check_type("path", str | os.PathLike, path)
         self.path = Path(path)
         self._file = file = open_rows(self.path)
         self.header, self.close = file.header, file.close
@@ -335,7 +337,7 @@ class ScoreMapStore:
 
     def describes(self, fingerprint: str) -> bool:
         """Whether the maps are of the dataset of this fingerprint."""
-        return fingerprint == self.header.fingerprint
+        return same_images(fingerprint, self.header.fingerprint)
 
     def check(
         self,
@@ -344,11 +346,13 @@ class ScoreMapStore:
         paths: list[str] | None,
         where: Path,
         split: str = "",
+        is_object: bool = False,
     ) -> None:
         """Raise UserError unless the maps are of the dataset at `where`, row by row.
 
         `fingerprint`, `labels` and `paths` are those of the images, see `describes` and
-        `check_rows`; `split` is what the command's `--split` has chosen there.
+        `check_rows`; `split` is what the command's `--split` has chosen there. Remedies are those
+        of folders, or of a dataset object.
         """
         if not self.describes(fingerprint):
             remedy = "give the --split that was labeled, " if split else ""
@@ -357,6 +361,12 @@ class ScoreMapStore:
             if paths is not None and len(self) != len(labels):
                 remedy = f"give the {'--split and ' * bool(split)}--val-fraction of the labeling, "
                 counts = f"{len(self):,} maps for {len(labels):,} images, "
+            if is_object:
+                raise UserError(
+                    f"{self.path} holds the maps of another dataset than {where} ({counts}"
+                    "fingerprints differ); give the dataset that was labeled, with its items in "
+                    f"that order, or label {where} to another file"
+                )
             raise UserError(
                 f"{self.path} holds the maps of another dataset than "
                 f"{f'the split {split} of ' if split else ''}{where} ({counts}fingerprints "

@@ -74,7 +74,8 @@ def find_rows(
     if whole is not None and store.describes(whole.fingerprint()):
         store.check_rows(whole.labels, whole.paths, where)
         return images.rows
-    store.check(images.fingerprint(), images.labels, images.paths, where, split)
+    facts = images.fingerprint(), images.labels, images.paths
+    store.check(*facts, where, split, images.is_object)
     return np.arange(len(images))
 
 

@@ -276,7 +276,7 @@ class StoreFile:
         """
         if not self.close.alive:
             # The number of a closed descriptor may belong to another file by now.
-            raise ValueError(f"{self.path} is closed")
+            raise UserError(f"{self.path} was closed; open it again")
         # Slices of a memoryview take a tenth of the time of slices of an array.
         room, stride = memoryview(array.reshape(-1).view(np.uint8)), self.stride(name)
         with name_errors(self.path):

@@ -29,8 +29,10 @@ def call_factory(source: str) -> object:
     # It has a remedy already.
     except UserError:
         raise
-    except Exception as error:
+    # SystemExit too: a script, which parses arguments of its own, ends the interpreter.
+    except (Exception, SystemExit) as error:
+        problem = f"{type(error).__name__}: {error}".rstrip(": ")
         raise UserError(
-            f"{source} failed ({type(error).__name__}: {error}); name a function of a module that "
-            "is installed or in the current folder, and that is called without arguments"
+            f"{source} failed ({problem}); name a function of a module that is installed or in the "
+            "current folder, and that is called without arguments"
         ) from error

@@ -387,6 +387,29 @@ def test_outside_a_loop_of_ones_own_trains_it(packed):
                 densefeed.build_step(loader, model, "token-label")
 
 
+def test_outside_a_step_fuses_the_head_of_many_classes(packed, monkeypatch):
+    """With the loss and gradients of logits; the model gives logits outside the step."""
+    with densefeed.open_loader(packed[0], batch=4, size=64, seed=0, threads=1) as loader:
+        model = timm.create_model("test_resnet", num_classes=loader.num_classes)
+        headed, found = densefeed.with_token_head(model).train(), []
+        step = densefeed.build_step(loader, headed, "token-label", mixtoken=True)
+        batch, kinds = next(step.batches(0)), []
+        headed.register_forward_hook(lambda *args: kinds.append(type(args[-1])))
+        for least in (loader.num_classes + 1, loader.num_classes):
+            monkeypatch.setattr("densefeed.step.FUSED_FROM", least)
+            headed.zero_grad()
+            step(headed, batch).backward()
+            found.append({name: p.grad.clone() for name, p in headed.named_parameters()})
+            assert isinstance(headed(batch.image), TokenLogits)
+        assert kinds == [TokenLogits, TokenLogits, TokenFeatures, TokenLogits]
+        assert found[0]["token_head.weight"].abs().sum() > 0
+        for name, grad in found[0].items():
+            torch.testing.assert_close(found[1][name], grad, rtol=1e-4, atol=1e-6)
+        with pytest.raises(ValueError, match="do not fit"):
+            step(headed, batch._replace(image=batch.image[:2]))
+        assert headed.fused_head is False
+
+
 def test_the_objective_wraps_only_models_without_a_head(micro, tmp_path):
     config = micro(tmp_path / "run", **fields("test_resnet"))
     headed = wrap(config, bare("test_resnet"))

@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import re
 from pathlib import Path
 
 import numpy as np
@@ -180,6 +181,8 @@ def test_the_loss_is_the_dense_one(store):
 
 
 WHOLE = torch.eye(2, 3)[None]
+# A collated View of an input of 8 x 8 pixels that shows the whole image.
+SHOWN = torch.tensor([[[1.0, 0, 0, 0, 1, 8], [0, 1, 0, 0, 1, 8]]], dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +197,7 @@ WHOLE = torch.eye(2, 3)[None]
         ([0, 1], WHOLE, r"view is \(1, 2, 3\); for 2 images give"),
         ([0], np.eye(2, 3)[None], r"view is ndarray"),
         ([0], torch.zeros(1, 2, 3), r"view 0 of the batch shows no area of its image"),
-        ([0], WHOLE * math.nan, r"view 0 of the batch shows no area"),
+        ([0], WHOLE * math.nan, r"view 0 of the batch has numbers that are not finite"),
     ],
 )
 def test_outside_ids_and_views_that_do_not_fit_are_one_sentence(store, ids, view, said):
@@ -203,16 +206,82 @@ def test_outside_ids_and_views_that_do_not_fit_are_one_sentence(store, ids, view
     assert "\n" not in str(error.value)
 
 
-def test_the_guides_example_runs(folder, random_maps, tmp_path, monkeypatch):
+def put_nan(column):
+    view = SHOWN.clone()
+    view[0, 1, column] = math.nan
+    return view
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (([0], WHOLE, 2, {}), r"^rules is a dict; give densefeed.TargetRules"),
+        (([0], WHOLE, 2, None), r"^rules is a NoneType; give densefeed.TargetRules"),
+        (([[1], [2, 3]], WHOLE), r"^ids are a list of different lengths or of a type that NumPy"),
+        ((torch.ones(1).bfloat16(), WHOLE), r"^ids are a Tensor .*; give one number or path per"),
+        ((torch.ones(1), WHOLE), r"^ids of float32; give whole numbers"),
+        (("cat/000.jpg", WHOLE), r"^ids of shape \(\); give one number or path per image"),
+        ((["3"], WHOLE), r"has no map of 3; paths in it are like cat/000.jpg"),
+        (([0], WHOLE, 2, TargetRules(), "gpu"), r"^device 'gpu' cannot be used here \(.*; give c"),
+        (([0], WHOLE, 2, TargetRules(), 3.5), r"^device 3.5 cannot be used here \(.*; give cpu"),
+        *(
+            (([0], put_nan(column), 2), r"^view 0 of the batch has numbers that are not finite; ")
+            for column in range(6)
+        ),
+    ],
+)
+def test_outside_arguments_of_other_types_are_one_sentence(store, arguments, said):
+    """Each was an error of Python, NumPy or PyTorch; NaN in what is shown gave weights of 0."""
+    ids, view, grid, *rest = *arguments, *[2][len(arguments) - 2 :]
+    with open_score_maps(store) as labels:
+        calls = [lambda: labels.targets(ids, view, grid, *rest)]
+        calls += [lambda: labels.soft_masks(ids, view, (2, 2), *rest)]
+        for call in calls:
+            with pytest.raises(UserError, match=said) as error:
+                call()
+            assert "\n" not in str(error.value)
+
+
+def test_outside_a_store_that_was_closed_says_so(store):
+    labels = open_score_maps(store)
+    labels.close()
+    with pytest.raises(UserError, match=r"maps.h5 was closed; open it again"):
+        labels.targets([0], WHOLE, 2)
+    for path in (None, 3, [store]):
+        with pytest.raises(UserError, match=r"path is .* must be of type str"):
+            open_score_maps(path)
+
+
+def test_outside_the_guides_examples_run(folder, random_maps, tmp_path, monkeypatch):
     images = Images(folder, split="train")
     write_store(tmp_path / "maps.h5", images, random_maps(len(images), 6, 3, 8), 8)
     page = (Path(__file__).parents[2] / "docs/guides/any-loop.md").read_text()
     monkeypatch.chdir(tmp_path)
-    names = {}
-    exec(page.partition("```python")[2].partition("```")[0], names)
-    assert names["loss"].isfinite()
-    # Logits of 0 call all classes alike, and targets sum to 1 + smoothing / K.
-    assert names["loss"].item() == pytest.approx((1 + 0.1 / 8) * math.log(8), rel=1e-5)
+    names, (first, mixing) = {}, re.findall(r"```python\n(.*?)```", page, re.S)[:2]
+    exec(first, names)
+    whole, tokens = (names[name].dense(8) for name in ("whole", "tokens"))
+    assert tokens.shape == (1, 14 * 14, 8)
+    logits = names["out"].cls[:, None], names["out"].tokens
+    on_whole, on_tokens = (
+        -(target * logits_NTK.log_softmax(2)).sum(2).mean()
+        for target, logits_NTK in zip((whole, tokens), logits, strict=True)
+    )
+    torch.testing.assert_close(names["loss"], on_whole + on_tokens / 2)
+    # Two images, of which each is the other's partner, and a box that cuts tokens.
+    image, view = torch.rand(2, 3, 224, 224), torch.eye(2, 3).repeat(2, 1, 1)
+    with open_score_maps("maps.h5") as labels:
+        whole, tokens = labels.targets([7, 2], view, [1, 14])
+    names |= {"image": image, "whole": whole, "tokens": tokens}
+    exec(mixing.replace("48, 160", "50, 160"), names)
+    pixels = torch.zeros(224, 224)
+    pixels[32:160, 50:176] = 1
+    torch.testing.assert_close(names["image"], image + pixels * (image.flip(0) - image))
+    share = pixels.unflatten(0, (14, 16)).unflatten(2, (14, 16)).mean((1, 3)).view(1, 196, 1)
+    assert (share % 1 > 0).any()
+    for name, part, of in (("tokens", share, tokens), ("whole", pixels.mean(), whole)):
+        dense = of.dense(8)
+        want = (1 - part) * dense + part * dense.flip(0)
+        torch.testing.assert_close(names[name].dense(8), want)
 
 
 def test_outside_two_images_of_one_name_are_named(folder, random_maps, tmp_path):

@@ -2,7 +2,9 @@
 torchvision, and its pixels say where the View must point.
 """
 
+import copy
 import inspect
+import pickle
 import re
 import threading
 from pathlib import Path
@@ -572,7 +574,7 @@ def test_views_are_collated(workers):
     want = [Crops()[number][2] for number in range(8)]
     loader = torch.utils.data.DataLoader(Crops(), batch_size=4, num_workers=workers)
     batches = [view for _, _, view in loader]
-    assert all(type(batch) is Tensor and batch.shape == (4, 2, 6) for batch in batches)
+    assert all(type(batch) is View and batch.shape == (4, 2, 6) for batch in batches)
     got = View(torch.cat(batches))
     assert torch.equal(got.plain, torch.stack([one.plain for one in want]))
     assert torch.equal(got.matrix, torch.stack([one.matrix for one in want]))
@@ -588,6 +590,42 @@ def test_views_without_collation_come_from_workers():
     _, _, view = next(iter(loader))[1]
     assert isinstance(view, View)
     assert torch.equal(view.plain, Crops()[1][2].plain)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("mix", [v2.CutMix, v2.MixUp])
+def test_outside_torchvision_mixes_no_batch_of_views(mix, workers):
+    """It passed tensors of Views through beside the images that it mixed."""
+
+    class Labeled(Crops):
+        def __getitem__(self, number):
+            _, image, view = super().__getitem__(number)
+            return image, number, view
+
+    loader = torch.utils.data.DataLoader(Labeled(), batch_size=4, num_workers=workers)
+    image, label, view = next(iter(loader))
+    for batch in (view, view.to("cpu"), copy.deepcopy(view)):
+        for sample in ((image, label, batch), ({"image": image, "labels": label, "v": batch},)):
+            with pytest.raises(ValueError, match=f"^{mix.__name__}.* does not support .* masks"):
+                mix(num_classes=8)(*sample)
+
+
+@pytest.mark.parametrize("image", [Image.new("RGB", (9, 7)), torch.zeros(3, 7, 9)])
+def test_outside_copies_of_a_view_know_the_kind_of_image(image):
+    """A deep copy rounded the size of an expanded rotation as that of a tensor."""
+    view = View.identity(image)
+    ways = copy.copy, copy.deepcopy, Tensor.clone, Tensor.detach
+    for way in (*ways, lambda one: one.to("cpu"), lambda one: pickle.loads(pickle.dumps(one))):
+        copied = way(view)
+        assert type(copied) is View
+        assert copied.is_pil == isinstance(image, Image.Image)
+        assert torch.equal(copied.plain, view.plain)
+    height, width, angle = 169, 81, -120.19098663330078
+    sizes = [
+        F.rotate(copy.deepcopy(View.identity(one)), angle, expand=True).canvas_size
+        for one in (Image.new("L", (width, height)), torch.zeros(1, height, width))
+    ]
+    assert sizes[0] != sizes[1]
 
 
 def test_outside_what_is_no_image_or_view_is_refused():

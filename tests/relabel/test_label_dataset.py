@@ -2,7 +2,9 @@
 
 import inspect
 import re
+import shutil
 import time
+import traceback
 
 import h5py
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from torch import nn
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
@@ -100,6 +103,81 @@ def test_outside_options_are_those_of_the_command(photos, teacher, tmp_path, cap
     assert both.header.teacher.startswith("ResNet + ResNet ")
 
 
+def test_outside_named_datasets_are_labeled_as_by_the_command(photos, teacher, maps, tmp_path):
+    """`dataset` beside the folder was a TypeError."""
+    rows = [7, 0, 4, 5]
+    paths = [maps.image_path(row) for row in rows]
+    lines = [f"{path},{maps.labels[row]}" for path, row in zip(paths, rows, strict=True)]
+    (tmp_path / "a.csv").write_text("\n".join(lines))
+    for name in (f"list/{tmp_path / 'a.csv'}", "share/50"):
+        store = densefeed.label(photos, teacher, tmp_path / f"{name[:4]}.h5", dataset=name, **HOW)
+        found = [maps.paths().index(path) for path in store.paths()]
+        check_equal(store, maps, found)
+        assert found == rows or name == "share/50"
+    refused = (
+        (photos, "json:loads", "makes the dataset itself, and --data .* has no effect"),
+        (photos, f"list/{tmp_path / 'none.csv'}", r"none.csv: there is no such file"),
+        (list(ImageFolder(photos)), "share/50", "names what a folder holds, and a dataset was giv"),
+        (photos, 3, "--dataset is 3, and must be text"),
+    )
+    for data, name, said in refused:
+        with pytest.raises(UserError, match=said):
+            densefeed.label(data, teacher, tmp_path / "maps.h5", dataset=name, **HOW)
+
+
+@pytest.mark.parametrize("teacher", [None, 3, {}, [None]])
+def test_outside_no_teacher_is_one_sentence(photos, tmp_path, teacher):
+    with pytest.raises(UserError, match=r"^teacher is a \w+; give a torch.nn.Module"):
+        densefeed.label(photos, teacher, tmp_path / "maps.h5", **HOW)
+    with pytest.raises(UserError, match=r"path is None, and must be of type"):
+        densefeed.label(photos, nn.Identity(), None, **HOW)
+
+
+class Failing(nn.Module):
+    """Raises an error in its forward pass."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward_token_logits(self, image_NCHW):
+        raise self.error
+
+
+@pytest.mark.parametrize("tta_views", [1, 4])
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (KeyError("logits"), r"^the teacher .* 64 px \(KeyError: 'logits'\); correct its forward"),
+        (AttributeError("no head"), r"^the teacher .* \(AttributeError: no head\); correct its f"),
+        (RuntimeError("expired"), r"^the teacher .* \(RuntimeError: expired\); correct its forw"),
+        (
+            RuntimeError(
+                "Given groups=1, weight of size [8, 4, 3, 3], expected input[1, 3, 64, 64] to have "
+                "4 channels, but got 3 channels instead"
+            ),
+            r"^the teacher .* got 3 channels instead\); correct its forward",
+        ),
+        (
+            RuntimeError("The size of tensor a (5) must match the size of tensor b (17) at non-si"),
+            r"does not take images of 64 px \(The size of .*\); choose another (--)?input.size",
+        ),
+        (
+            AssertionError("Input height (64) doesn't match model (224)."),
+            r"does not take images of 64 px \(Input height .*\); choose another (--)?input.size",
+        ),
+    ],
+)
+def test_outside_only_errors_of_sizes_ask_for_another_size(
+    photos, tmp_path, error, said, tta_views
+):
+    """All others show the teacher's own error, whose traceback is its cause's."""
+    with pytest.raises(UserError, match=said) as found:
+        densefeed.label(photos, Failing(error), tmp_path / "maps.h5", tta_views=tta_views, **HOW)
+    assert found.value.__cause__ is error
+    assert traceback.extract_tb(error.__traceback__)[-1].name == "forward_token_logits"
+
+
 def test_outside_labeling_again_labels_what_is_new(photos, teacher, tmp_path, capsys):
     """Into a folder: items that were added are labeled, and the shards before them kept."""
     items, out = list(ImageFolder(photos)), tmp_path / "maps"
@@ -122,12 +200,49 @@ def test_outside_maps_of_a_dataset_that_changed_are_refused(photos, teacher, map
             UserError, match="holds the maps of another dataset than the dataset li"
         ):
             densefeed.open_loader(changed, score_maps=store.path, **how)
-        with pytest.raises(UserError, match="holds the maps of another dataset"):
+        with pytest.raises(UserError, match="; give the dataset that was labeled") as error:
             densefeed.open_score_maps(store.path, changed)
+        # Remedies of folders.
+        for word in ("--val-fraction", "--split", "select", "relabel"):
+            assert word not in str(error.value)
         with pytest.raises(UserError, match="exists already; remove it or choose another --out"):
             densefeed.label(changed, teacher, store.path, **HOW)
     with densefeed.open_score_maps(store.path, items) as labels:
         assert len(labels) == len(items)
+
+
+@pytest.mark.parametrize("kind", ["folder", "subset", "joined", "timm"])
+def test_outside_exchanged_items_of_stated_files_are_noticed(
+    photos, teacher, tmp_path, monkeypatch, kind
+):
+    """Two of one label, of which neither is in the sample of pixels; not where the data moved."""
+    monkeypatch.setattr("densefeed.storage.dataset_items.SAMPLED", 2)
+    monkeypatch.setattr("densefeed.storage.dataset_items.DatasetItems.sampling", 512)
+
+    def build(root, exchanged=False):
+        if kind == "timm":
+            dataset = timm.data.create_dataset("", str(root))
+            samples = dataset.reader.samples
+        else:
+            dataset = ImageFolder(root)
+            samples = dataset.samples
+        if exchanged:
+            samples[1], samples[2] = samples[2], samples[1]
+        if kind == "subset":
+            return torch.utils.data.Subset(dataset, range(len(dataset)))
+        return torch.utils.data.ConcatDataset([dataset]) if kind == "joined" else dataset
+
+    store = densefeed.label(build(photos), teacher, tmp_path / "maps.h5", **HOW)
+    moved = shutil.copytree(photos, tmp_path / "moved")
+    items = list(ImageFolder(photos))
+    for same in (build(photos), build(moved), items):
+        densefeed.open_score_maps(store.path, same).close()
+    how = dict(batch=4, size=32, threads=1, score_maps=store.path, val_fraction=0.3)
+    densefeed.open_loader(build(moved), **how).close()
+    with pytest.raises(UserError, match=r"another dataset .*fingerprints differ"):
+        densefeed.open_score_maps(store.path, build(photos, exchanged=True))
+    with pytest.raises(UserError, match=r"another dataset .*fingerprints differ"):
+        densefeed.open_loader(build(photos, exchanged=True), **how)
 
 
 def test_outside_a_loader_of_a_dataset_gives_the_batches_of_its_folder(photos, teacher, maps):
@@ -259,6 +374,7 @@ def test_outside_audit_and_pack_take_the_dataset_of_a_module(words, tmp_path, co
     [
         ("nowhere_at_all:make", "nowhere_at_all:make failed (ModuleNotFoundError: No module named"),
         ("json:nothing", "json:nothing failed (AttributeError: "),
+        ("sys:exit", "sys:exit failed (SystemExit); name a function of a module that is installed"),
         ("time:time", "time:time is a float, and not a map-style dataset; give an object that has"),
         ("", "--data is missing; give the folder of the images, or --dataset package.module:fac"),
     ],

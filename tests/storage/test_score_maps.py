@@ -493,7 +493,7 @@ def test_a_store_that_is_cut_while_it_is_open_ends_in_one_sentence(tmp_path, ran
         with pytest.raises(UserError, match=rf"{form}.h5 was truncated while it was open; copy it"):
             read()
     store.close()
-    with pytest.raises(ValueError, match="is closed"):
+    with pytest.raises(UserError, match="was closed; open it again"):
         store.rows(ids)
 
 

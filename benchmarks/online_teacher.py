@@ -1,14 +1,17 @@
 """Train with an online teacher: it labels every crop in the step, in place of stored score maps.
 
     python -m benchmarks.online_teacher photos_token_label --objective online-token-label \
-        --model lvvit_micro_half --size 192 --sizes 0 128 6 192 \
+        --model lvvit_micro_fifth --size 480 --sizes 0 320 6 480 \
         --online-teacher densefeed.models.efficientnet_lite:lite2 --online-size 320 \
         --online-class-map photos/scenes/class_map.csv --data ... --val ... --out ...
 
-It takes the options of densefeed train. The teacher sees the crop at twice the side of the student,
-resized to --online-size, and its top 5 classes of every cell are the labels, as those of a map of
-the crop. `lvvit_micro_half` is lvvit_micro on the mean of 2 x 2 pixels: at 128 px it sees what
-lvvit_micro sees at 64.
+It takes the options of densefeed train. The teacher sees the crop, here at 320 px, resized to
+--online-size if that differs, and its top 5 classes of every cell are the labels, as those of a map
+of the crop. `lvvit_micro_fifth` is lvvit_micro on the mean of 5 x 5 pixels: at 320 px it sees what
+lvvit_micro sees at 64. Only this module knows it, so other commands import it first:
+
+    python -c "import benchmarks.online_teacher; from densefeed.tools import validate;
+    validate.command()" runs/online --data photos/scenes/held-out ...
 """
 
 from dataclasses import dataclass
@@ -35,6 +38,8 @@ from densefeed.system.errors import UserError
 from densefeed.system.options import Count, Options
 
 TOP_K = 5
+# Side of the teacher's crop, over that of the student's.
+TIMES = 5
 # Mean and deviation by which the images of a student are normalized.
 MEAN, STD = (torch.tensor(x).view(3, 1, 1) for x in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
 
@@ -115,13 +120,13 @@ class OnlineTokenLabeling(TokenLabeling):
         ).eval()
 
 
-class HalfInput(nn.Module):
-    """lvvit_micro on the mean of 2 x 2 pixels."""
+class ReducedInput(nn.Module):
+    """lvvit_micro on the mean of TIMES x TIMES pixels."""
 
     def __init__(self, img_size: int, kwargs: dict) -> None:
         super().__init__()
-        self.net = timm.create_model("lvvit_micro", img_size=img_size // 2, **kwargs)
-        self.patch_size, self.num_classes = 2 * self.net.patch_size, self.net.num_classes
+        self.net = timm.create_model("lvvit_micro", img_size=img_size // TIMES, **kwargs)
+        self.patch_size, self.num_classes = TIMES * self.net.patch_size, self.net.num_classes
         self.pretrained_cfg = self.net.pretrained_cfg
         self.with_token_head = self.net.with_token_head
 
@@ -129,14 +134,14 @@ class HalfInput(nn.Module):
         return {f"net.{name}" for name in self.net.no_weight_decay()}
 
     def forward(self, image_NCHW: Tensor, **arguments: Tensor) -> Any:
-        return self.net(F.avg_pool2d(image_NCHW, 2), **arguments)
+        return self.net(F.avg_pool2d(image_NCHW, TIMES), **arguments)
 
 
 @register_model
-def lvvit_micro_half(pretrained: bool = False, img_size: int = 128, **kwargs: Any) -> nn.Module:
+def lvvit_micro_fifth(pretrained: bool = False, img_size: int = 320, **kwargs: Any) -> nn.Module:
     """Build the model; arguments as of lvvit_micro."""
     unused = "pretrained_cfg", "pretrained_cfg_overlay"
-    return HalfInput(img_size, {key: kwargs[key] for key in kwargs if key not in unused})
+    return ReducedInput(img_size, {key: kwargs[key] for key in kwargs if key not in unused})
 
 
 if __name__ == "__main__":

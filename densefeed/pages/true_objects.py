@@ -24,6 +24,7 @@ class Truth(NamedTuple):
     classes: np.ndarray  # [n]
     boxes_ltrb: np.ndarray  # [n, 4], normalized
     mask: Path | None = None  # a PNG: 0 for the background, i + 1 for object i
+    size: tuple[int, int] = (0, 0)  # width and height of the mask, pixels
 
 
 def read_mask(truth: Truth) -> np.ndarray:
@@ -37,7 +38,8 @@ def read_mask(truth: Truth) -> np.ndarray:
     # Pillow does not limit the types of its exceptions.
     except Exception as error:
         raise UserError(f"{truth.mask} cannot be read ({explain(error)}); {remedy}") from error
-    if mask_HW.ndim != 2 or mask_HW.dtype != np.uint8 or mask_HW.max() > len(truth.classes):
+    fits = mask_HW.shape[::-1] == truth.size and mask_HW.dtype == np.uint8
+    if not fits or mask_HW.max() > len(truth.classes):
         raise UserError(f"{truth.mask} is not the mask of this scene; {remedy}")
     return mask_HW
 
@@ -60,8 +62,12 @@ def draw_objects(
 
 
 def read_license(path: Path) -> str:
-    """Return the license of the pictures that a file of boxes describes, or an empty string."""
-    license = read_json(path, "make the scenes again", largest=LARGEST_BOXES).get("license", "")
+    """Return the license of the pictures that a file of boxes states, or an empty string."""
+    try:
+        license = read_json(path, "", largest=LARGEST_BOXES).get("license", "")
+    # None, or a file of another kind with this name.
+    except (OSError, UserError):
+        return ""
     return license if isinstance(license, str) else ""
 
 
@@ -74,7 +80,9 @@ def read_objects(path: Path, images: Images, split: str) -> Iterator[Truth]:
     masks = path.parent / MASKS if (path.parent / MASKS).is_dir() else None
     for name in images.paths:
         truth = parse_truth(scenes, size, f"{split}/{name}", names, path)
-        yield truth._replace(mask=masks and (masks / split / name).with_suffix(".png"))
+        yield truth._replace(
+            mask=masks and (masks / split / name).with_suffix(".png"), size=tuple(size)
+        )
 
 
 def parse_truth(

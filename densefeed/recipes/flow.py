@@ -31,8 +31,10 @@ class FlowOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.seeds:
-            raise UserError("--seeds names no seed; give at least one")
+        if not self.seeds or min(self.seeds) < 0:
+            raise UserError("--seeds needs at least one seed, and none below 0")
+        if self.epochs is not None and self.epochs < 1:
+            raise UserError(f"--epochs is {self.epochs}; train at least one epoch")
 
 
 def keep_options(folder: Path, **options: object) -> None:
@@ -59,6 +61,8 @@ def remove_outdated(page: Path, runs: Iterable[Path]) -> None:
     """Remove a report of finished runs if one of `runs` is still to be trained."""
     if not all((run / "result.json").exists() for run in runs):
         page.unlink(missing_ok=True)
+        # Its numbers.
+        page.with_suffix(".json").unlink(missing_ok=True)
 
 
 def run_step(

@@ -25,6 +25,7 @@ from PIL import Image
 
 from densefeed.pages.templates import TEMPLATES, picture
 from densefeed.pages.tokens import draw_labels
+from densefeed.pages.true_objects import read_license
 from densefeed.pipelines.faithfulness import measure_crops
 from densefeed.relabel.audit import (
     VERDICTS,
@@ -39,6 +40,7 @@ from densefeed.relabel.reference_match import ORIENTATIONS, References
 from densefeed.storage.beton_images import open_images
 from densefeed.storage.images import DecodeOptions, SplitOptions, decode, limit_pixels
 from densefeed.storage.row_codecs import cell_targets
+from densefeed.storage.scenes import BOXES
 from densefeed.storage.store_folder import open_rows, read_manifest
 from densefeed.system.devices import DeviceOptions, ThreadOptions
 from densefeed.system.errors import UserError, make_command
@@ -127,7 +129,8 @@ def main(options: AuditOptions) -> None:
     result = audit(path, images, references, options.images, options.every_row, options.threads)
     if options.crops and references:
         result.figures["crops"] = compare_crops(result, references, options)
-    text = render_page(result)
+    license = read_license(options.data / BOXES) if options.data else ""
+    text = render_page(result, license)
     with replace_file(out) as part:
         part.write_text(text, encoding="utf-8")
     write_json(numbers, result.to_dict())
@@ -164,8 +167,8 @@ def compare_crops(result: AuditResult, references: References, options: AuditOpt
 # ---------------------------------------------------------------------------------------- the page
 
 
-def render_page(result: AuditResult) -> str:
-    """Render the self-contained HTML page."""
+def render_page(result: AuditResult, license: str = "") -> str:
+    """Render the self-contained HTML page; `license` is that of its pictures."""
     # The figures of an unfinished store have nothing but its path.
     figures = {"header": None, "reference": None, "classes": [], "crops": None} | result.figures
     verdicts = {check.name: check.verdict for check in result.checks}
@@ -187,6 +190,7 @@ def render_page(result: AuditResult) -> str:
         overlays=list_overlays(result),
         disagreements=list_disagreements(result),
         orientations=ORIENTATIONS,
+        license=license,
     )
 
 

@@ -85,7 +85,7 @@ MATE = {
 }
 SAMPLES = {"train": ("brick", "gravel", "motorcycle_left", "rocket"), "val": ("grass", "china")}
 TRAIN, VAL, HELD_OUT = SPLITS = "train", "val", "held-out"
-OWN = "give folders of your own: --cutouts FOLDER --backgrounds FOLDER"
+OWN = "give densefeed photo-scenes folders of your own: --cutouts FOLDER --backgrounds FOLDER"
 
 # Area of the label's object, as a share of the scene, and of a small one, as a share of the former.
 LARGE, SMALL = (0.12, 0.3), (0.12, 0.35)
@@ -201,10 +201,7 @@ def main(scenes: PhotoScenes) -> None:
         raise UserError("--cutouts and --backgrounds belong together; give both, or none of them")
     limit_pixels(scenes.max_pixels)
     if scenes.cutouts is None:
-        # Before the pictures are read, which takes 9 s.
-        rows = list_cutouts()
-        labels = {row["class"] for row in rows} - {""}
-        count_scenes(scenes, len(labels), len({row["group"] for row in rows if not row["class"]}))
+        check_counts(scenes)
     with create_folder(scenes.out) as part:
         pictures = read_packages(scenes) if scenes.cutouts is None else read_folders(scenes)
         counts = count_scenes(scenes, len(pictures.cutouts), len(pictures.held_out))
@@ -230,6 +227,13 @@ def map_held_out(pictures: Pictures) -> Iterable[tuple[str, str]]:
     groups = pictures.groups.items()
     found = ((name, group if group in pictures.held_out else "") for name, group in groups)
     return [("teacher", "data"), *sorted(found)]
+
+
+def check_counts(scenes: PhotoScenes) -> None:
+    """Raise UserError if a class of the packages' cut-outs would have no scene."""
+    rows = list_cutouts()
+    labels = {row["class"] for row in rows} - {""}
+    count_scenes(scenes, len(labels), len({row["group"] for row in rows if not row["class"]}))
 
 
 def count_scenes(scenes: PhotoScenes, classes: int, groups: int) -> dict[str, int]:

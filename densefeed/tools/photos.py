@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from rich.table import Table
 
+from densefeed.models.efficientnet_lite import find_weights
 from densefeed.recipes import RECIPES
 from densefeed.recipes.flow import (
     AGAIN,
@@ -39,6 +40,7 @@ from densefeed.system.errors import UserError, make_command
 from densefeed.system.json_files import check_number, read_json
 from densefeed.system.options import Count, NonNegativeInt, Texts
 from densefeed.system.terminal import print, print_table
+from densefeed.tools.make_photo_scenes import PhotoScenes, check_counts
 
 TEACHER = "densefeed.models.efficientnet_lite:lite2"
 # With 10 x 10 cells for scenes of 320 x 240 pixels.
@@ -99,6 +101,11 @@ def main(options: Photos) -> None:
             raise UserError(
                 f"--students {name}: unknown student; choose from {', '.join(STUDENTS)}"
             )
+    # Before the folder is begun with numbers that no step takes, or minutes before they are missed.
+    size = {name: getattr(options, name) for name in ("out", "train", "val", "held_out")}
+    check_counts(PhotoScenes(**size, seed=options.scenes_seed))
+    if not (options.out / "maps.h5").exists():
+        find_weights("lite2")
     kept = {name: getattr(options, name) for name in KEPT}
     keep_options(options.out, **kept)
     scenes, packed, val = prepare_scenes(options)
@@ -113,8 +120,10 @@ def main(options: Photos) -> None:
             scores[name].append(
                 train_student(runs / name, name, scenes, packed, val, seed, options)
             )
+    # Its numbers, which it writes last.
+    costs = audit.with_suffix(".json")
     run_step(
-        audit,
+        costs,
         "Compare the stored labels of crops with those of the teacher on the crops",
         "audit",
         options.out / "maps.h5",
@@ -125,6 +134,7 @@ def main(options: Photos) -> None:
         crops=4,
         out=audit,
     )
+    read_json(costs, f"remove it, and {AGAIN}")
     # Those of the last seed.
     folders = [runs / name for name in options.students]
     run_step(
@@ -134,7 +144,7 @@ def main(options: Photos) -> None:
         *folders,
         # Without dense labels there are none to judge.
         boxes=None if set(options.students) == {"ce"} else scenes / BOXES,
-        audit=audit.with_suffix(".json"),
+        audit=costs,
         validated=HELD_OUT if options.held_out else None,
         out=report,
     )

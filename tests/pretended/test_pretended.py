@@ -194,6 +194,9 @@ def test_launches_of_a_step_do_not_increase(result, mode):
     halves = result(f"launches {mode}")
     launches = {half: halves[half]["counts"]["launch"] for half in LAUNCHES[mode]}
     assert all(launches[half] <= most for half, most in LAUNCHES[mode].items()), launches
+    # A batch is augmented on the stream of the copies, beside the step before it.
+    beside = {half: halves[half]["counts"].get("launch on a side stream", 0) for half in launches}
+    assert beside == {"batch": launches["batch"], "step": 0}
 
 
 def test_the_results_page_has_these_numbers_of_launches():

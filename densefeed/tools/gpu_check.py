@@ -226,6 +226,7 @@ ON_SCENES = (
         "--device {device}",
         "--input-size 64 --batch 4 --threads 1",
         needs="pictures",
+        makes="{work}/maps.h5",
     ),
     Stage(
         "scene-pack",

@@ -39,6 +39,7 @@ from benchmarks.harness import (
     take_turns,
     use_cores,
 )
+from densefeed.models.kernels import packed_attention
 from densefeed.models.lvvit import LVViT, PatchProjection, multiply_patches
 from densefeed.system.devices import choose_device, synchronize
 from densefeed.system.errors import UserError
@@ -164,6 +165,14 @@ def list_kernels(
     # The backward pass recomputes the weights: five products for the two of the forward pass.
     operations = 4 * N * heads * T * T * (D // heads)
     found |= both("attention", attend, [qkv], len(model.blocks), operations, 2.5 * operations)
+    if packed_attention.can_run(qkv):
+
+        def pack(qkv: Tensor) -> Tensor:
+            return packed_attention.forward(qkv, (D // heads) ** -0.5)[0]
+
+        found |= both(
+            "packed attention", pack, [qkv], len(model.blocks), operations, 2.5 * operations
+        )
     norm = nn.LayerNorm(D, device=device)
     stream = torch.randn(N, T, D, device=device)
     normalize = partial(F.layer_norm, normalized_shape=(D,), eps=norm.eps)

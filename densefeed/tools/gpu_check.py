@@ -18,7 +18,8 @@ recipe, four ways of compiling) and `options` (DeiT-S, options that few use, tes
 trains LV-ViT-S on photo scenes that it makes of --pictures: a folder with cutouts/CLASS/*.png,
 backgrounds/ and class_map.csv, see densefeed photo-scenes and densefeed label. `dali` measures DALI
 on the GPU, installed in --work from --wheels, if given: a folder with the pieces of a tar file of
-wheels, in the order of their names. `goals` has all others.
+wheels, in the order of their names. `levers` measures the captured step with each of the forms of
+layers that are under test (densefeed/models/kernels/levers.py). `goals` has all others.
 
 The trainings of `recipes` and `options` read train.beton and val.beton of --quickstart, where
 densefeed quickstart makes them if they are missing.
@@ -45,6 +46,7 @@ from typing import Literal, NamedTuple
 
 from rich.table import Table
 
+from densefeed.models.kernels.levers import LEVERS
 from densefeed.recipes.method_costs import METHOD_COSTS
 from densefeed.system.devices import choose_device
 from densefeed.system.errors import UserError, make_command
@@ -344,12 +346,27 @@ OTHERS = (
         SMALL_LOADERS,
     ),
 )
+# Each by itself, beside `step-captured`: what is not faster is to be removed.
+WITH_LEVERS = (
+    *(
+        Stage(f"lever-{name}", 90, STEP + f"--modes captured --levers {name}", SMALL_STEP, CAPTURED)
+        for name in LEVERS
+    ),
+    Stage(
+        "levers",
+        110,
+        STEP + f"--modes captured --half-residual --levers {' '.join(LEVERS)}",
+        SMALL_STEP,
+        CAPTURED,
+    ),
+)
 GROUPS = {
     "steps": STEPS,
     "recipes": RECIPES,
     "options": OPTIONS,
     "photographs": ON_SCENES,
     "dali": DALI,
+    "levers": WITH_LEVERS,
     "goals": OTHERS,
 }
 STAGES = tuple(stage._replace(group=group) for group, stages in GROUPS.items() for stage in stages)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._dynamo import config as dynamo
 
 from densefeed.models.drop_path import skip_dropped
+from densefeed.models.kernels.levers import use_levers
 from densefeed.models.token_transformer import TokenTransformer
 from densefeed.models.wrapped_model import get_networks
 from densefeed.objectives.base import Objective, StepContext, objective_loss, step_loss, token_mask
@@ -88,6 +89,7 @@ def compile_step(mode: str, trainable: nn.Module) -> Callable[..., Tensor]:
     """
     # The number of kept samples changes from step to step: a GPU would wait for it, and a compiler
     # would compile each.
+    use_levers(trainable)
     eager = mode == "never" and next(trainable.parameters()).device.type == "cpu"
     skip_dropped(trainable, eager)
     if mode == "never":

@@ -135,6 +135,13 @@ class MixedLinear(WithCopies, nn.Linear):
             return super().forward(x)
         return multiply(self, x, self.weight, self.low_weight)
 
+    def with_constant_bias(self, x: Tensor) -> Tensor:
+        """Compute with a bias that gets no gradient here."""
+        if self.low_weight is None:
+            return F.linear(x, self.weight, self.bias.detach())
+        x, copies = x.to(self.low_weight.dtype), (self.low_weight, self.low_bias)
+        return LinearProduct.apply(x, self.weight, None, *copies, None)
+
 
 class MixedPatchProjection(WithCopies, PatchProjection):
     """A projection of patches that multiplies by the copies, where there are any."""

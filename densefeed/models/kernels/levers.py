@@ -11,7 +11,13 @@ from collections.abc import Callable
 
 from torch import nn
 
-from densefeed.models.kernels import norm_relu, packed_attention, shared_gelu, space_to_depth
+from densefeed.models.kernels import (
+    add_norm,
+    norm_relu,
+    packed_attention,
+    shared_gelu,
+    space_to_depth,
+)
 from densefeed.system.errors import UserError
 
 VARIABLE = "DENSEFEED_LEVERS"
@@ -19,6 +25,7 @@ LEVERS: dict[str, Callable[[nn.Module], None]] = {
     "attention": packed_attention.use,
     "space-to-depth": space_to_depth.use,
     "gelu": shared_gelu.use,
+    "add-norm": add_norm.use,
     "norm-relu": norm_relu.use,
 }
 

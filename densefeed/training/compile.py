@@ -89,9 +89,9 @@ def compile_step(mode: str, trainable: nn.Module) -> Callable[..., Tensor]:
     """
     # The number of kept samples changes from step to step: a GPU would wait for it, and a compiler
     # would compile each.
-    use_levers(trainable)
     eager = mode == "never" and next(trainable.parameters()).device.type == "cpu"
     skip_dropped(trainable, eager)
+    use_levers(trainable)
     if mode == "never":
         return step_loss
     tag_compiled_code()

@@ -120,7 +120,11 @@ STEPS = (
     ),
     Stage("step-captured", 75, STEP + "--modes captured", SMALL_STEP, CAPTURED),
     Stage(
-        "step-half-residual", 75, STEP + "--modes captured --half-residual", SMALL_STEP, CAPTURED
+        "step-half-residual",
+        75,
+        STEP + "--modes captured --half-residual",
+        SMALL_STEP + " --precision bf16",
+        CAPTURED,
     ),
     # Settings of the compiler: bytes of fused kernels, and Triton's products beside cuBLAS's.
     Stage(
@@ -220,11 +224,13 @@ ON_SCENES = (
         needs="pictures",
         makes="{work}/scenes",
     ),
+    # The teacher was trained at 260 pixels. Of 120 such scenes its maps name the label in 83 % at
+    # 320 pixels, in 72 % at 416, and in 33 % at 576.
     Stage(
         "scene-labels",
         90,
         "densefeed label --data {work}/scenes --teacher densefeed.models.efficientnet_lite:lite2 "
-        "--input-size 576 --class-map {pictures}/class_map.csv --top-k 5 --out {work}/maps.h5 "
+        "--input-size 320 --class-map {pictures}/class_map.csv --top-k 5 --out {work}/maps.h5 "
         "--device {device}",
         "--input-size 64 --batch 4 --threads 1",
         needs="pictures",
@@ -251,8 +257,8 @@ ON_SCENES = (
         "scene-students",
         330,
         TRAININGS + "--data {work}/train.beton --val {work}/val.beton "
-        "--options model=lvvit_s,size=224,sizes=,batch=256,lr_batch=256,lr=5e-4,epochs=45,"
-        "warmup_epochs=5,drop_path=0.1,eval_every=5,compile=graph "
+        "--options model=lvvit_s,model_kwargs=,size=224,sizes=,optimizer=adamw,batch=256,lr=1e-3,"
+        "lr_batch=256,epochs=45,warmup_epochs=5,drop_path=0.1,eval_every=5,compile=graph "
         f"--trainings photos_ce {STUDENT} {STUDENT}_published",
         f"--options {SMALL_TRAININGS},sizes=",
         needs="pictures",
@@ -363,7 +369,7 @@ WITH_LEVERS = (
         "levers",
         110,
         STEP + f"--modes captured --half-residual --levers {' '.join(LEVERS)}",
-        SMALL_STEP,
+        SMALL_STEP + " --precision bf16",
         CAPTURED,
     ),
 )

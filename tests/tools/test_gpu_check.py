@@ -293,7 +293,10 @@ def pictures(tmp_path):
     for number, name in enumerate([*names.values(), "banana"]):
         path = tmp_path / "pictures" / "cutouts" / name / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(rng.integers(128, 256, (60, 60, 4), dtype=np.uint8)).save(path)
+        pixels = rng.integers(0, 256, (60, 60, 4), dtype=np.uint8)
+        pixels[..., 3] = 255
+        pixels[:8, :, 3] = pixels[:, -8:, 3] = 0
+        Image.fromarray(pixels).save(path)
     (tmp_path / "pictures" / "backgrounds").mkdir()
     for number in range(2):
         image = Image.fromarray(rng.integers(0, 256, (240, 320, 3), dtype=np.uint8))

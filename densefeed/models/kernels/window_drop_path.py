@@ -3,9 +3,9 @@
 timm draws each sample by itself, so a GPU computes all branches and multiplies by zeros. Here the
 samples that keep a branch are neighbors in the batch, from a random one on, in a circle: every
 sample keeps it with the same probability, the rate's to half a sample, and the mean of the result
-is the same. Neighbors are dropped together, which a shuffled batch makes as random. Nothing is added atomically,
-and the compiler gathers rows where it reads them, but for the gradient of what was taken. The plain
-twins are timm's DropPath and `drop_path.add_kept`.
+is the same. Neighbors are dropped together, which a shuffled batch makes as random. Nothing is
+added atomically, and the compiler gathers rows where it reads them, but for the gradient of what
+was taken. The plain twins are timm's DropPath and `drop_path.add_kept`.
 
 `--compile blocks` does not use it: blocks of different rates would be compiled apart.
 """

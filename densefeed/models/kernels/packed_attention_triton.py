@@ -104,11 +104,14 @@ def forward_kernel(
     out += image * tokens * out_step + head * D
     lse += tl.program_id(0) * tokens
     chunk = tl.program_id(1)
-    more = tokens, step, out_step, scale
     if chunk < FULL:
-        forward_rows(qkv, out, lse, *more, chunk * CHUNK, CHUNK, CHUNK, FULL, TAIL, D)
+        forward_rows(
+            qkv, out, lse, tokens, step, out_step, scale, chunk * CHUNK, CHUNK, CHUNK, FULL, TAIL, D
+        )
     elif TAIL > 0:
-        forward_rows(qkv, out, lse, *more, FULL * CHUNK, TAIL, CHUNK, FULL, TAIL, D)
+        forward_rows(
+            qkv, out, lse, tokens, step, out_step, scale, FULL * CHUNK, TAIL, CHUNK, FULL, TAIL, D
+        )
 
 
 # ------------------------------------------------------------------------- backward: queries
@@ -188,12 +191,44 @@ def query_kernel(
     lse += tl.program_id(0) * tokens
     delta += tl.program_id(0) * tokens
     chunk = tl.program_id(1)
-    tensors = qkv, out, grad, lse, delta, grad_qkv
-    more = tokens, step, out_step, scale
     if chunk < FULL:
-        query_rows(*tensors, *more, chunk * CHUNK, CHUNK, CHUNK, FULL, TAIL, D)
+        query_rows(
+            qkv,
+            out,
+            grad,
+            lse,
+            delta,
+            grad_qkv,
+            tokens,
+            step,
+            out_step,
+            scale,
+            chunk * CHUNK,
+            CHUNK,
+            CHUNK,
+            FULL,
+            TAIL,
+            D,
+        )
     elif TAIL > 0:
-        query_rows(*tensors, *more, FULL * CHUNK, TAIL, CHUNK, FULL, TAIL, D)
+        query_rows(
+            qkv,
+            out,
+            grad,
+            lse,
+            delta,
+            grad_qkv,
+            tokens,
+            step,
+            out_step,
+            scale,
+            FULL * CHUNK,
+            TAIL,
+            CHUNK,
+            FULL,
+            TAIL,
+            D,
+        )
 
 
 # ------------------------------------------------------------------------- backward: keys, values
@@ -291,11 +326,42 @@ def key_kernel(
     lse += tl.program_id(0) * tokens
     delta += tl.program_id(0) * tokens
     chunk = tl.program_id(1)
-    tensors, more = (qkv, grad, lse, delta, grad_qkv), (tokens, step, out_step, scale)
     if chunk < FULL:
-        key_rows(*tensors, *more, chunk * CHUNK, CHUNK, CHUNK, FULL, TAIL, D)
+        key_rows(
+            qkv,
+            grad,
+            lse,
+            delta,
+            grad_qkv,
+            tokens,
+            step,
+            out_step,
+            scale,
+            chunk * CHUNK,
+            CHUNK,
+            CHUNK,
+            FULL,
+            TAIL,
+            D,
+        )
     elif TAIL > 0:
-        key_rows(*tensors, *more, FULL * CHUNK, TAIL, CHUNK, FULL, TAIL, D)
+        key_rows(
+            qkv,
+            grad,
+            lse,
+            delta,
+            grad_qkv,
+            tokens,
+            step,
+            out_step,
+            scale,
+            FULL * CHUNK,
+            TAIL,
+            CHUNK,
+            FULL,
+            TAIL,
+            D,
+        )
 
 
 # ------------------------------------------------------------------------- launches

@@ -409,6 +409,9 @@ class GpuCheck(Options):
                     f"--only {name} is not a stage; choose of the groups {', '.join(GROUPS)}, or "
                     f"of {', '.join(NAMES)}"
                 )
+            stages = [stage for stage in STAGES if name in (stage.name, stage.group)]
+            if stages and not any(map(self._can_run, stages)):
+                raise UserError(f"--only {name} needs --{stages[0].needs}; give that folder")
         for name in ("quickstart", "pictures", "wheels"):
             folder = getattr(self, name)
             if folder is not None and not folder.is_dir():
@@ -417,7 +420,11 @@ class GpuCheck(Options):
     def chooses(self, stage: Stage) -> bool:
         """Return whether a stage is to run."""
         named = not self.only or {stage.name, stage.group} & {*self.only}
-        return bool(named) and not (stage.needs and getattr(self, stage.needs) is None)
+        return bool(named) and self._can_run(stage)
+
+    def _can_run(self, stage: Stage) -> bool:
+        """Return whether a stage has the folder that it needs."""
+        return not stage.needs or getattr(self, stage.needs) is not None
 
 
 def main(check: GpuCheck) -> None:

@@ -208,7 +208,8 @@ def test_outside_a_group_is_its_stages_that_have_what_they_need(tmp_path):
         *("kernels", "step-deit-s", "options", "nvjpeg", "tests")
     ]
     assert names(only=("dali",)) == ["dali-tests", "loaders-dali"]
-    assert names(only=("photographs",)) == []
+    with pytest.raises(UserError, match="--only photographs needs --pictures; give that folder"):
+        GpuCheck(only=("photographs",))
     assert names(only=("photographs",), pictures=tmp_path)[0] == "scenes"
 
 

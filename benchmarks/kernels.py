@@ -7,7 +7,8 @@ Products, attention, convolutions, norms, GELU and BatchNorm have the shapes of 
 random operands, and the form that PyTorch gives them without compilation. A row is the time of all
 calls of a step: milliseconds of a call times the number of its layers. The gradients of products
 and convolutions are timed apart, for the input and for the weight. Within a compiled step, kernels
-that only move numbers are fused and take less.
+that only move numbers are fused and take less. On a GPU the forms of layers that are under test
+(densefeed/models/kernels/levers.py) follow, and their plain twins, compiled.
 
 The floor of a call is the larger of two times: its operations at the rate of a large product, and
 its bytes, each operand read or written once, at the rate of a large copy. Both rates are measured
@@ -15,6 +16,7 @@ here, with random numbers: a product of equal numbers takes less power and runs 
 ratio is the floor by the time of the same round, so 1 is perfect.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +25,7 @@ from typing import NamedTuple
 import timm
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch
 from torch.nn import functional as F
 
 from benchmarks.harness import (
@@ -39,6 +42,7 @@ from benchmarks.harness import (
     take_turns,
     use_cores,
 )
+from densefeed.models.kernels import norm_relu, packed_attention, shared_gelu, space_to_depth
 from densefeed.models.lvvit import LVViT, PatchProjection, multiply_patches
 from densefeed.system.devices import choose_device, synchronize
 from densefeed.system.errors import UserError
@@ -85,7 +89,7 @@ def main(benchmark: KernelBenchmark) -> dict:
     )
     if not isinstance(model, LVViT):
         raise UserError(f"--model {benchmark.model} is not an LV-ViT; give lvvit_s or another one")
-    kernels = list_kernels(benchmark, model, device)
+    kernels = list_kernels(benchmark, model, device) | list_forms(benchmark, model, device)
     with (
         use_cores(benchmark.threads),
         steps_bar("benchmark", len(kernels) * (benchmark.rounds + 1), 0) as advance,
@@ -176,6 +180,54 @@ def list_kernels(
     )
     found |= both("gelu", F.gelu, [random(N, T, hidden)], len(model.blocks))
     return found | dict(stem_kernels(model, N, benchmark.size, random))
+
+
+def list_forms(benchmark: KernelBenchmark, model: LVViT, device: torch.device) -> dict[str, Kernel]:
+    """Return other forms of a step's kernels, by name: those under test, and what they are beside.
+
+    The first is the weight's gradient as autocast has it. What is plain PyTorch is compiled, which
+    a GPU needs, and so is its twin.
+    """
+    random = partial(torch.randn, device=device, dtype=torch.bfloat16)
+    N, block, stem, found = benchmark.batch, model.blocks[0], model.stem, {}
+    T, L = (benchmark.size // model.patch_size) ** 2 + 1, len(model.blocks)
+    for name, layer in {"fc1": block.mlp.fc1, "fc2": block.mlp.fc2}.items():
+        x, grad = random(N * T, layer.in_features), random(N * T, layer.out_features)
+        moved = x.nbytes + grad.nbytes + 2 * layer.weight.numel()
+        operations = 2 * N * T * layer.weight.numel()
+        multiply = partial(torch.mm, grad.T, x)
+        found[f"{name}, weight's gradient in 16 bits"] = Kernel(multiply, L, operations, moved)
+    if device.type != "cuda":
+        return found
+    # A backward pass that is timed is repeated, so nothing of it may be overwritten.
+    functorch.donated_buffer = False
+    heads, D = block.attn.num_heads, model.embed_dim
+    qkv = random(N, T, 3, heads, D // heads)
+    if packed_attention.can_run(qkv):
+        operations = 4 * N * heads * T * T * (D // heads)
+
+        def attend(qkv: Tensor) -> Tensor:
+            return packed_attention.forward(qkv, (D // heads) ** -0.5)[0]
+
+        found |= both("packed attention", attend, [qkv], L, operations, 2.5 * operations)
+    if stem[0].kernel_size == space_to_depth.KERNEL:
+        image = random(N, 3, benchmark.size, benchmark.size)
+        image = image.to(memory_format=torch.channels_last)
+        convolve = torch.compile(partial(space_to_depth.convolve, image, bias_O=None))
+        found |= both("convolution 0 over pairs", convolve, [random(stem[0].weight.shape)], 1)
+    functions = {"gelu": F.gelu, "shared gelu": shared_gelu.SharedGELU()}
+    hidden = random(N, T, block.mlp.fc1.out_features)
+    if len(stem) > 1:
+        norm = nn.BatchNorm2d(stem[1].num_features, device=device)
+        joined = copy.deepcopy(norm)
+        joined.__class__ = norm_relu.NormReLU
+        functions |= {"norm and relu": nn.Sequential(norm, nn.ReLU()), "joined": joined}
+        side = benchmark.size // stem[0].stride[0]
+        pixels = random(N, norm.num_features, side, side).to(memory_format=torch.channels_last)
+    for name, function in functions.items():
+        x, layers = (hidden, L) if "gelu" in name else (pixels, len(stem) // 3)
+        found |= both(f"{name}, compiled", torch.compile(function), [x], layers)
+    return found
 
 
 def products(

@@ -33,6 +33,7 @@ Peers that get the plan's crops:
 An upper bound that crops nothing:
 
 - `turbojpeg-full`: libjpeg-turbo decodes every whole JPEG from memory-mapped bytes.
+- `nvjpeg-full`: torchvision decodes them on a GPU, all of a batch in one call.
 
 No peer normalizes; all deliver uint8. With one thread everything runs in the calling process. With
 more, a DataLoader has as many worker processes and the others as many threads. timm drops an
@@ -123,7 +124,7 @@ class PeerBatch(NamedTuple):
     """The parts of a batch that all peers have."""
 
     count: int  # images, without padding
-    # uint8 [N, H, W, 3] or [N, 3, H, W]; None for turbojpeg-full
+    # uint8 [N, H, W, 3] or [N, 3, H, W]; None for turbojpeg-full and nvjpeg-full
     image: Tensor | None
     label: Tensor | None  # int64 [N]
     dense: Tensor | None  # dense targets, or what a training step builds them from
@@ -592,6 +593,23 @@ class FullDecode(SimpleJpeg):
         return self._map(decode, chunks)
 
 
+class NvjpegFull(Peer):
+    """`nvjpeg-full`: torchvision decodes whole JPEGs on a GPU, a batch at a time."""
+
+    def __init__(self, config: PeerConfig) -> None:
+        self._config, self._stock = config, Beton(config.data.stock)
+
+    def batches(self, epoch: int) -> PeerBatches:
+        from torchvision.io import decode_jpeg
+
+        for ids in self._config.plan().rank_rows(epoch).index:
+            encoded = [bytearray(self._stock.image(index)[0]) for index in ids.tolist()]
+            tensors = [torch.frombuffer(one, dtype=torch.uint8) for one in encoded]
+            decode_jpeg(tensors, device="cuda")
+            torch.cuda.synchronize()
+            yield PeerBatch(len(ids), None, None, None)
+
+
 # ------------------------------------------------------------------------- all peers
 
 
@@ -634,6 +652,7 @@ PEERS = {
     "token-labeling+labels": Entry(partial(TokenLabeling, True), maps=True),
     "simplejpeg": Entry(SimpleJpeg, *SIMPLEJPEG),
     "turbojpeg-full": Entry(FullDecode, *SIMPLEJPEG),
+    "nvjpeg-full": Entry(NvjpegFull, "torchvision.io", "run it where there is one", require_gpu),
 }
 
 

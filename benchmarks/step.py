@@ -27,7 +27,8 @@ networks that are evaluated too, each of these that shares no weights is a conte
 and the variant is compared with `ours` and these run one after the other.
 
 `--only` leaves out all contestants but these. Without ours or timm no losses are compared.
-`--half-residual` is that of train.py, for all contestants.
+`--half-residual` is that of train.py, for all contestants. `--levers` gives ours faster forms of
+layers that are under test (densefeed/models/kernels/levers.py).
 
 `--casts` adds `ours+casts`: the compiled step without training/mixed_linear.py, whose layers each
 cast their own weights. It tells what that file gains.
@@ -45,6 +46,7 @@ second of the same round, so larger is better. Rows are appended to --results.
 
 import ast
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext, suppress
 from copy import deepcopy
@@ -80,6 +82,7 @@ from benchmarks.harness import (
 )
 from benchmarks.photographs import sample_beton
 from benchmarks.targets import TargetBenchmark, make_step
+from densefeed.models.kernels.levers import VARIABLE
 from densefeed.models.wrapped_model import WrappedModel, get_networks
 from densefeed.objectives import build_objective
 from densefeed.pipelines.batch import Batch
@@ -116,6 +119,8 @@ BARS = {
 # Largest relative difference of two losses that are equal up to rounding: bfloat16 resolves 2^-8,
 # and part of that remains in the sums.
 EQUAL = {None: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+# Environment variables that a row names.
+SETTINGS = "TORCHINDUCTOR_COORDINATE_DESCENT_TUNING", "TORCHINDUCTOR_MAX_AUTOTUNE_GEMM", VARIABLE
 # Halvings from GradScaler's initial scale, 65,536, to 1.
 SCALES = 16
 # Learning rate, without warm-up, for the same images in every step.
@@ -149,6 +154,7 @@ class StepBenchmark(Output):
     variants: tuple[str, ...] = ()
     casts: bool = False  # also measure ours without training/mixed_linear.py
     half_residual: bool = False  # keep the residual stream in 16 bits
+    levers: tuple[str, ...] = ()  # forms of layers that are under test, for ours alone
     only: tuple[str, ...] = ()  # names of contestants, e.g. ours+labels; default: all
     # synthetic: a constant batch; ffcv: also measure ours with batches of train.py's loader
     loader: Literal["synthetic", "ffcv"] = "synthetic"
@@ -241,7 +247,9 @@ def main(benchmark: StepBenchmark) -> dict:
     config = make_config(benchmark, LABELS if benchmark.objective == "token-label" else OURS)
     dtype = autocast_dtype(config.run.precision, device) or torch.float32
     classes, loader = benchmark.classes, None
+    levers = {VARIABLE: " ".join(benchmark.levers)} if benchmark.levers else {}
     with use_cores(benchmark.threads, int(device.type == "cuda")), ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, levers))
         if benchmark.loader == "ffcv":
             objective = build_objective(config.setting)
             loader = open_loader(config.data, config.optim, config.run.seed, objective, "train")
@@ -255,9 +263,11 @@ def main(benchmark: StepBenchmark) -> dict:
                 f"--batch {benchmark.batch}: out of memory on {device}; give a smaller batch"
             ) from error
         rates = contest.measure(benchmark.rounds)
+    named = os.environ | levers
+    settings = [f"{name}={value}" for name in SETTINGS if (value := named.get(name))]
     data = (
         f"{benchmark.model}, {benchmark.batch} images of {benchmark.size} px, {classes} classes, "
-        f"{str(dtype).removeprefix('torch.')}; {device_name(device)}"
+        f"{', '.join([str(dtype).removeprefix('torch.'), *settings])}; {device_name(device)}"
     )
     rows = spread_rows({", ".join(key): values for key, values in rates.items()}, "images/s")
     # The first turn is the warm-up.

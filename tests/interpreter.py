@@ -4,6 +4,8 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -14,11 +16,18 @@ interpreted = pytest.mark.skipif(
 
 
 def compile_kernel(
-    kernel: object, types: dict[str, str], constants: dict[str, int], capability: int, fusion: bool
+    kernel: object,
+    types: dict[str, str],
+    constants: dict[str, int],
+    capability: int,
+    fusion: bool,
+    warps: int = 4,
+    aligned: bool = False,
 ) -> dict:
     """Compile a kernel to the binary of a GPU, ptxas included; return its forms by name.
 
-    `types` are those of the arguments that are neither int32 nor constants.
+    `types` are those of the arguments that are neither int32 nor constants. `aligned`: pointers are
+    multiples of 16 bytes, as those of PyTorch's tensors.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -26,11 +35,29 @@ def compile_kernel(
 
     signature = {name: types.get(name, "i32") for name in kernel.arg_names}
     signature |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(kernel, signature, constexprs=constants)
+    pointers = [n for n, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
+    attributes = {(n,): [["tt.divisibility", 16]] for n in pointers if aligned}
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     target = GPUTarget("cuda", capability, 32)
-    compiled = triton.compile(source, target=target, options={"enable_fp_fusion": fusion})
+    options = {"enable_fp_fusion": fusion, "num_warps": warps}
+    compiled = triton.compile(source, target=target, options=options)
     assert compiled.asm["cubin"].startswith(b"\x7fELF")
     return compiled.asm
+
+
+def count_spills(forms: dict) -> int:
+    """Return the bytes of a compiled kernel's stack, by the disassembler that Triton brings."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not tool.exists():
+        pytest.skip("this Triton brings no cuobjdump")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(forms["cubin"])
+        file.flush()
+        words = [tool, "-res-usage", file.name]
+        text = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", text)[1])
 
 
 def run_interpreted(*files: object, chosen: str = "interpreted") -> int:

@@ -18,6 +18,12 @@ class BranchDropPath(DropPath):
 
     skip = False
 
+    def add(
+        self, x_NTD: Tensor, branch: Callable[[Tensor], Tensor], divisor: float = 1.0
+    ) -> Tensor:
+        """Do `add_branch` for a random choice of samples."""
+        return add_kept(x_NTD, branch, self, divisor)
+
 
 def branch_drop_path(rate: float, *branch: nn.Module) -> nn.Module:
     """Return the DropPath of a branch that consists of these modules; an Identity for a rate of 0.
@@ -47,7 +53,7 @@ def add_branch(
     waits for a GPU, and is another batch size for a compiler.
     """
     if drop_path.training and getattr(drop_path, "skip", False):
-        return add_kept(x_NTD, branch, drop_path, divisor)
+        return drop_path.add(x_NTD, branch, divisor)
     y_NTD = drop_path(branch(x_NTD))
     return x_NTD + (y_NTD if divisor == 1 else y_NTD / divisor)
 

@@ -141,10 +141,13 @@ class Attention(nn.Module):
     def forward(self, x_NTD: Tensor) -> Tensor:
         N, T, D = x_NTD.shape
         qkv = self.qkv(x_NTD).view(N, T, 3, self.num_heads, D // self.num_heads)
+        return self.proj(self.attend(qkv).reshape(N, T, D))
+
+    def attend(self, qkv_NT3HD: Tensor) -> Tensor:
+        """Return the mean of the values by softmax, `[N, T, H, D]`, of H heads of width D."""
         # Taken apart along its own axis, so the three gradients are put together by one copy.
-        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
-        out = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
-        return self.proj(out.transpose(1, 2).reshape(N, T, D))
+        q, k, v = (part.transpose(1, 2) for part in qkv_NT3HD.unbind(2))
+        return F.scaled_dot_product_attention(q, k, v, scale=self.scale).transpose(1, 2)
 
 
 class Block(nn.Module):

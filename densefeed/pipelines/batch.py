@@ -139,22 +139,28 @@ def copy_stream(device: torch.device) -> "torch.cuda.Stream":
     return torch.cuda.Stream(device)
 
 
-def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """Copy batches to `device`.
+def to_device(
+    batches: Iterator[Batch],
+    device: torch.device,
+    prepare: Callable[[Batch], Batch] = lambda batch: batch,
+) -> Iterator[Batch]:
+    """Copy batches to `device`, and `prepare` them there.
 
-    On a GPU each is copied from pinned memory on a side stream while the step before it runs: it is
-    fetched as soon as that step is queued. The step's stream waits for the copy, and memory is
-    reused only after both streams have finished with it. The host waits for the step that is LEAD
-    steps before.
+    On a GPU each is copied from pinned memory and prepared on a side stream while the step before
+    it runs: it is fetched as soon as that step is queued. The step's stream waits for the result,
+    and memory is reused only after both streams have finished with it. The host waits for the step
+    that is LEAD steps before.
     """
     if device.type != "cuda":
-        yield from (batch.to(device) for batch in batches)
+        yield from (prepare(batch.to(device)) for batch in batches)
         return
     side, ends = copy_stream(device), deque()
+    # What `prepare` reads, as a table of noise, was written on the other stream.
+    side.wait_stream(torch.cuda.current_stream(device))
     for batch in batches:
         step = torch.cuda.current_stream(device)
         with torch.cuda.stream(side):
-            moved = batch.to(device)
+            moved = prepare(batch.to(device))
             step.wait_event(side.record_event())
         # The fields belong to the side stream: without record_stream, their memory would be reused
         # there once Python drops them, perhaps before the step has read it.

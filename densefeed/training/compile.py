@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._dynamo import config as dynamo
 
 from densefeed.models.drop_path import skip_dropped
+from densefeed.models.kernels.levers import use_levers
 from densefeed.models.token_transformer import TokenTransformer
 from densefeed.models.wrapped_model import get_networks
 from densefeed.objectives.base import Objective, StepContext, objective_loss, step_loss, token_mask
@@ -90,6 +91,7 @@ def compile_step(mode: str, trainable: nn.Module) -> Callable[..., Tensor]:
     # would compile each.
     eager = mode == "never" and next(trainable.parameters()).device.type == "cpu"
     skip_dropped(trainable, eager)
+    use_levers(trainable)
     if mode == "never":
         return step_loss
     tag_compiled_code()

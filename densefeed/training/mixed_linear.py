@@ -135,6 +135,13 @@ class MixedLinear(WithCopies, nn.Linear):
             return super().forward(x)
         return multiply(self, x, self.weight, self.low_weight)
 
+    def with_constant_bias(self, x: Tensor) -> Tensor:
+        """Compute with a bias that gets no gradient here."""
+        if self.low_weight is None:
+            return F.linear(x, self.weight, self.bias.detach())
+        x, copies = x.to(self.low_weight.dtype), (self.low_weight, self.low_bias)
+        return LinearProduct.apply(x, self.weight, None, *copies, None)
+
 
 class MixedPatchProjection(WithCopies, PatchProjection):
     """A projection of patches that multiplies by the copies, where there are any."""
@@ -167,7 +174,11 @@ class MixedLayerNorm(WithCopies, nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = self.image_weight
-        if rows is None or not torch.is_grad_enabled() or x.ndim != 3 or len(x) != len(rows):
+        # First, because the rows of an earlier step are views of weights that changed since: the
+        # compiler may not even look at them.
+        if not torch.is_grad_enabled():
+            return super().forward(x)
+        if rows is None or x.ndim != 3 or len(x) != len(rows):
             return super().forward(x)
         constants = self.weight.detach(), self.bias.detach(), self.eps
         return LayerNormSums.apply(x.float(), *constants, rows, self.image_bias)

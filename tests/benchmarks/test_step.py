@@ -4,6 +4,7 @@ options raise.
 
 import csv
 import json
+import os
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from timm.loss import LabelSmoothingCrossEntropy
 
 from benchmarks import harness, step
 from benchmarks.step import StepBenchmark, build_contest, main
+from densefeed.models.kernels.levers import LEVERS, VARIABLE
 from densefeed.system.errors import UserError
 from densefeed.tools.pack_dataset import Packing
 from densefeed.tools.pack_dataset import main as pack
@@ -332,3 +334,18 @@ def test_gpu_steps_give_the_same_losses():
         )
     )
     assert all(found["rel_error"] < found["bar"] for found in document["equality"])
+
+
+def test_outside_rows_name_the_forms_under_test(tmp_path, monkeypatch):
+    """They would look like rows of the plain step, and the variable would stay for the next."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    results, used = tmp_path / "rows.csv", []
+    monkeypatch.setitem(LEVERS, "gelu", used.append)
+    for levers in ((), ("gelu",)):
+        options = dict(levers=levers, only=("ours",), steps=1, rounds=1, record=True)
+        main(small(results=results, **options))
+    plain, other = (row["data"] for row in csv.DictReader(results.open()))
+    assert len(used) == 1
+    assert VARIABLE not in plain
+    assert f"float32, {VARIABLE}=gelu; CPU" in other
+    assert VARIABLE not in os.environ

@@ -1,6 +1,7 @@
 """Transfer of batches to a device."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,11 +41,30 @@ def log(monkeypatch):
     seen = []
 
     class Stream:
+        def __init__(self, name):
+            self.name = name
+
         def record_event(self):
+            seen.append(f"end of {self.name}")
             return self
 
         def wait_event(self, event):
-            seen.append("wait for the copy")
+            seen.append(f"{self.name} waits for {event.name}")
+
+        def wait_stream(self, stream):
+            seen.append(f"{self.name} waits for {stream.name}")
+
+    steps, copies, on = Stream("steps"), Stream("copies"), ["steps"]
+
+    @contextmanager
+    def change(stream):
+        on.append(stream.name)
+        yield
+        on.pop()
+
+    class Field:
+        def record_stream(self, stream):
+            seen.append(f"kept for {stream.name}")
 
     class Event:
         def __init__(self, blocking=False):
@@ -58,11 +78,15 @@ def log(monkeypatch):
             seen.append(f"wait for {self.step}")
 
     class Numbered(int):
-        tensors = {}  # noqa: RUF012
+        tensors = {"image": Field()}  # noqa: RUF012
 
         def to(self, device):
-            seen.append(f"copy {self}")
+            seen.append(f"copy {self} on {on[-1]}")
             return self
+
+    def augment(batch):
+        seen.append(f"augment {batch} on {on[-1]}")
+        return batch
 
     def load(count):
         for number in range(count):
@@ -71,15 +95,15 @@ def log(monkeypatch):
 
     for name, value in {
         "torch.cuda.Event": Event,
-        "torch.cuda.stream": lambda stream: nullcontext(),
-        "torch.cuda.current_stream": lambda device: Stream(),
-        "densefeed.pipelines.batch.copy_stream": lambda device: Stream(),
+        "torch.cuda.stream": change,
+        "torch.cuda.current_stream": lambda device: steps,
+        "densefeed.pipelines.batch.copy_stream": lambda device: copies,
     }.items():
         monkeypatch.setattr(name, value)
 
     def run(count):
-        for number in to_device(load(count), torch.device("cuda")):
-            seen.append(f"step {number}")
+        for number in to_device(load(count), torch.device("cuda"), augment):
+            seen.append(f"step {number} on {on[-1]}")
         return seen
 
     return run
@@ -87,9 +111,16 @@ def log(monkeypatch):
 
 def test_outside_a_batch_is_loaded_when_the_step_before_it_is_queued(log):
     """Loading batch 1 before step 0 delays the first step by the time that a batch takes."""
-    assert log(2) == [
-        *("load 0", "copy 0", "wait for the copy", "step 0"),
-        *("load 1", "copy 1", "wait for the copy", "step 1"),
+    whole = [line for line in log(2) if line.split()[0] in ("load", "step")]
+    assert whole == ["load 0", "step 0 on steps", "load 1", "step 1 on steps"]
+
+
+def test_outside_a_batch_is_augmented_on_the_stream_of_copies(log):
+    """There it hides behind the step before; the step reads it after its end, and keeps it."""
+    assert log(1) == [
+        "copies waits for steps",
+        *("load 0", "copy 0 on copies", "augment 0 on copies", "end of copies"),
+        *("steps waits for copies", "kept for steps", "step 0 on steps"),
     ]
 
 
@@ -97,8 +128,8 @@ def test_outside_the_host_is_two_steps_ahead_at_the_most(log):
     """Otherwise the batches of all steps until the next log line lie on the device."""
     seen = log(6)
     for number in range(3, 6):
-        waited = seen.index(f"wait for step {number - 3}")
-        assert seen.index(f"step {number - 1}") < waited < seen.index(f"load {number}")
+        waited = seen.index(f"wait for step {number - 3} on steps")
+        assert seen.index(f"step {number - 1} on steps") < waited < seen.index(f"load {number}")
 
 
 @pytest.mark.parametrize("used", [False, True])
@@ -142,7 +173,9 @@ def test_all_copies_to_a_gpu_share_one_stream(monkeypatch):
     """Memory stays with the stream it was used on: a stream for each epoch would reserve more."""
     copy_stream.cache_clear()
     made, device = [], torch.device("cuda", 3)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device))
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     for _ in range(3):
         assert list(to_device(iter([]), device)) == []
     assert made == [device]

@@ -9,8 +9,14 @@ PyTorch calls `load` at the end of its import, because build.py declares it as a
 
 import ctypes
 import os
+import sys
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -19,11 +25,15 @@ from .counting import RUNTIME
 
 # PyTorch forgets what a library registered when the library is gone.
 LIBRARY = torch.library.Library("aten", "IMPL")
+UNTIL_THE_END = ExitStack()
 FORMAT_OF_BACKEND = torch._C._conv_determine_backend_memory_format
 
 
 def load() -> None:
-    """Replace cuDNN; with PRETENDED_ONES in the environment, also the numbers that are read."""
+    """Replace cuDNN; with PRETENDED_ONES in the environment, also the numbers that are read.
+
+    Then `densefeed train` judges no values either.
+    """
     torch.backends.cudnn.enabled = False
     torch.backends.cuda.enable_cudnn_sdp(False)
     # Compiled code has the strides of cuDNN's results too.
@@ -36,6 +46,27 @@ def load() -> None:
     if "PRETENDED_ONES" in os.environ:
         for name in ("item", "tolist", "__float__"):
             setattr(Tensor, name, read_ones(name))
+        sys.meta_path.insert(0, WithoutJudges())
+
+
+class WithoutJudges(MetaPathFinder):
+    """Finds `densefeed.train`, and replaces what judges values when it has been imported."""
+
+    def find_spec(self, name: str, *more: object) -> ModuleSpec | None:
+        if name != "densefeed.train":
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            from .runs import without_judges
+
+            UNTIL_THE_END.enter_context(without_judges())
+
+        spec.loader.exec_module = exec_module
+        return spec
 
 
 def read_ones(name: str) -> Callable[[Tensor], object]:

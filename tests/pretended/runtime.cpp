@@ -635,6 +635,7 @@ API cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shar
 // Under the lock.
 static void note_launch(void* stream) {
     state().counts["launch"]++;
+    if (stream) state().counts["launch on a side stream"]++;
     state().launches[current_device]++;
     note_captured(stream);
 }

@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 
+from densefeed.models.kernels.levers import LEVERS, VARIABLE
 from densefeed.recipes import RECIPES
 from densefeed.training.optimizers import FUSED
 
@@ -45,7 +46,7 @@ TRAININGS = {
 }
 # How names of jobs end that compile, which takes minutes, are like a fast one, or count launches of
 # a large model, 5 s.
-SLOW = ("blocks", "graph", "on the device", "never")
+SLOW = ("blocks", "graph", "on the device", "never", "levers")
 LIMIT, SLOW_LIMIT = 600, 2400
 
 
@@ -194,6 +195,19 @@ def test_launches_of_a_step_do_not_increase(result, mode):
     halves = result(f"launches {mode}")
     launches = {half: halves[half]["counts"]["launch"] for half in LAUNCHES[mode]}
     assert all(launches[half] <= most for half, most in LAUNCHES[mode].items()), launches
+    # A batch is augmented on the stream of the copies, beside the step before it.
+    beside = {half: halves[half]["counts"].get("launch on a side stream", 0) for half in launches}
+    assert beside == {"batch": launches["batch"], "step": 0}
+
+
+@pytest.mark.slow
+def test_outside_forms_under_test_add_no_kernels_to_a_captured_step(result, monkeypatch):
+    """The whole step compiles, and is captured, with all of them."""
+    plain = result("launches graph")["step"]["counts"]
+    monkeypatch.setenv(VARIABLE, " ".join(LEVERS))
+    seen = result("launches graph with levers")["step"]["counts"]
+    assert (seen["launch"], seen["graph launch"]) == (plain["launch"], 1)
+    assert seen["kernels in graphs"] < plain["kernels in graphs"]
 
 
 def test_the_results_page_has_these_numbers_of_launches():

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import densefeed.models  # noqa: F401  (registers its models)
-from densefeed.models.lvvit import PatchProjection
+from densefeed.models.lvvit import Block, PatchProjection
 from densefeed.training.mixed_linear import MixedConv2d, MixedLayerNorm, MixedLinear, WeightCopies
 
 IMAGES = 4
@@ -297,3 +297,17 @@ def test_a_deep_copy_has_no_copies_of_weights(by_image):
         other[0].weight.mul_(3)
     assert net[0].low_weight is not None
     assert torch.equal(other(x).detach(), torch.nn.functional.linear(x, *other.parameters()))
+
+
+def test_outside_a_compiled_evaluation_follows_weights_that_changed():
+    """As with --sam-rho, which restores weights after a step: its rows are views of them."""
+    torch.manual_seed(0)
+    block, x = Block(16, 2, 2.0, 0.0), torch.randn(2, 3, 16)
+    copies = WeightCopies([block], by_image=True)
+    copies.update(torch.bfloat16, 2)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.add_(1)
+        want = block(x)
+        block.compile(dynamic=False, backend="eager")
+        torch.testing.assert_close(block(x), want)

@@ -184,7 +184,7 @@ def compose_views(batch: Batch, choice: AugmentPlan) -> Tensor:
 def augment_batches(
     batches: Iterator[Batch], augmentation: Augmentation, device: torch.device
 ) -> Iterator[Batch]:
-    """Yield the batches on `device`, augmented.
+    """Yield the batches on `device`, augmented: on a GPU on the stream of the copies.
 
     The operations are chosen on the host, before the batch is copied.
     """
@@ -196,8 +196,7 @@ def augment_batches(
             choices.append(augmentation.choose(batch.epoch, batch.index, batch.repeat, *size))
             yield batch
 
-    for batch in to_device(choose(), device):
-        yield augmentation(batch, choices.popleft())
+    yield from to_device(choose(), device, lambda batch: augmentation(batch, choices.popleft()))
 
 
 def make_noise_table(plan: EpochPlan) -> Tensor:

@@ -1,0 +1,40 @@
+"""Faster forms of a model's layers on a GPU, each of which is measured before it stays.
+
+The environment variable DENSEFEED_LEVERS names those that trainings use, with spaces between them;
+`python -m benchmarks.step --levers NAMES` sets it. By default there are none. A model keeps its
+parameters and their names. In types or shapes that a kernel does not have, and Triton's on a CPU,
+layers compute as before.
+"""
+
+import os
+from collections.abc import Callable
+
+from torch import nn
+
+from densefeed.models.kernels import (
+    add_norm,
+    norm_relu,
+    packed_attention,
+    shared_gelu,
+    space_to_depth,
+    window_drop_path,
+)
+from densefeed.system.errors import UserError
+
+VARIABLE = "DENSEFEED_LEVERS"
+LEVERS: dict[str, Callable[[nn.Module], None]] = {
+    "attention": packed_attention.use,
+    "space-to-depth": space_to_depth.use,
+    "gelu": shared_gelu.use,
+    "add-norm": add_norm.use,
+    "norm-relu": norm_relu.use,
+    "drop-path": window_drop_path.use,
+}
+
+
+def use_levers(model: nn.Module) -> None:
+    """Give a model the forms that DENSEFEED_LEVERS names. UserError for an unknown name."""
+    for name in os.environ.get(VARIABLE, "").split():
+        if name not in LEVERS:
+            raise UserError(f"{VARIABLE}: {name} is not among {', '.join(LEVERS)}; leave it out")
+        LEVERS[name](model)

@@ -1,0 +1,40 @@
+"""The switch of forms of layers that are under test."""
+
+import pytest
+import timm
+import torch
+
+from densefeed.models.kernels.levers import LEVERS, VARIABLE, use_levers
+from densefeed.system.errors import UserError
+
+
+def build():
+    torch.manual_seed(0)
+    return timm.create_model("lvvit_micro", img_size=32, num_classes=5)
+
+
+def test_outside_no_form_is_used_unless_it_is_named(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    model, plain = build(), build()
+    use_levers(model)
+    assert [type(part) for part in model.modules()] == [type(part) for part in plain.modules()]
+    monkeypatch.setenv(VARIABLE, "attention speed")
+    with pytest.raises(UserError, match=rf"{VARIABLE}: speed is not among attention.*; leave it"):
+        use_levers(model)
+
+
+@pytest.mark.parametrize("name", LEVERS)
+def test_outside_a_form_keeps_parameters_and_results(monkeypatch, name):
+    """On a CPU in float32: outputs, gradients, running statistics; used twice as once."""
+    monkeypatch.setenv(VARIABLE, name)
+    models, found = (build().train(), build().train()), []
+    for _ in range(2):
+        use_levers(models[0])
+    x = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    for model in models:
+        logits = model(x)
+        (logits.cls.square().sum() + logits.tokens.square().sum()).backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        state = model.state_dict()
+        found.append((*logits, gradients, state, model.eval()(x)))
+    torch.testing.assert_close(found[0], found[1], rtol=2e-4, atol=2e-5)

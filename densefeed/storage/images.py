@@ -179,6 +179,7 @@ class Images:
         rows: int64 `[N]`, the place of each image in `whole`; None without a division.
         open: a function that opens the file of image `index`; the caller closes it.
         where: a function that returns the name of image `index` for error messages.
+        masks: hard masks of the whole set, `MaskFolder`, if the dataset has them; else None.
     """
 
     def __init__(
@@ -198,6 +199,7 @@ class Images:
         found = datasets.find(self.root, dataset, split) if is_named else dataset
         self.paths, self.labels, self.class_names = found.paths, found.labels, found.class_names
         self.open, self.where = found.open, found.where
+        self.masks = getattr(found, "masks", None)
         self._blocks = getattr(found, "blocks", None)
         self._measure = getattr(found, "measure", self._measure_file)
         self._sampling, self._reads_split = getattr(found, "sampling", 1), False
@@ -226,6 +228,7 @@ class Images:
         self.paths = [whole.paths[row] for row in rows.tolist()]
         self.open = lambda index: whole.open(rows[index])
         self.where = lambda index: whole.where(rows[index])
+        self.masks = whole.masks
         self._measure = lambda index: whole._measure(int(rows[index]))
         self._sampling = whole._sampling
 

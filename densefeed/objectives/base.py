@@ -105,6 +105,7 @@ class Objective:
     Class attributes:
         name: what `--objective` calls it; of a method the option that switches it on.
         needs_score_maps: whether batches must carry score maps.
+        needs_masks: whether batches must carry hard masks.
         needs_tokens: whether the model must have a head on every token.
         mixes_labels: whether its loss mixes labels as the images are mixed; else a run that mixes
             is refused.
@@ -120,6 +121,7 @@ class Objective:
 
     name: str
     needs_score_maps: bool = False
+    needs_masks: bool = False
     needs_tokens: bool = False
     mixes_labels: bool = False
     adds_network: bool = False

@@ -213,6 +213,7 @@ def open_loader(
         rank=ranks.rank,
         ranks=ranks.size,
         maps=objective.needs_score_maps,
+        masks=objective.needs_masks,
         device=ranks.device,
         beside=beside,
     )

@@ -13,7 +13,6 @@ classes are in boxes.json; 0 is the background. `--dataset masks` reads these la
 """
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,8 @@ from torchvision import tv_tensors
 
 from densefeed.storage.dataset_names import ENDINGS
 from densefeed.storage.datasets import Listed, register_dataset
-from densefeed.storage.images import decode, open_image
+from densefeed.storage.images import decode, open_image, sample_evenly
 from densefeed.storage.scenes import BOXES, MASKS
-from densefeed.system.devices import CORES
 from densefeed.system.errors import UserError, first_line
 from densefeed.system.files import read_lines
 from densefeed.system.json_files import read_json
@@ -40,6 +38,8 @@ VOC_CLASSES = [
     *("cow", "diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa"),
     *("train", "tvmonitor"),
 ]
+# Masks that are read when a dataset is found.
+CHECKED = 64
 # Bytes of boxes.json.
 LARGEST_BOXES = 2**24
 # Names of splits in ADE20K's folders.
@@ -124,7 +124,8 @@ class MaskFolder:
         masks = [(self.root / MASKS / name).with_suffix(".png") for name in files]
         if not files:
             raise UserError(f"{path} lists no scenes of the split {split}; give another")
-        return [self.root / name for name in files], list(masks), names
+        there = [path if path.is_file() else None for path in masks]
+        return [self.root / name for name in files], there, names
 
     def _list_voc(self, split: str) -> tuple[list[Path], list[Path | None], list[str]]:
         """List the images and masks of a split of Pascal VOC."""
@@ -212,9 +213,8 @@ class MaskFolder:
     @cached_property
     def labels(self) -> np.ndarray:
         """The class of most labeled pixels of each image, int64 `[N]`; reads all masks once."""
-        with ThreadPoolExecutor(CORES) as pool:
-            found = pool.map(lambda index: self._find_label(self.mask(index)), range(len(self)))
-            return np.array(list(bar(found, f"masks of {self.root}", len(self))), np.int64)
+        indices = bar(range(len(self)), f"masks of {self.root}")
+        return np.array([self._find_label(self.mask(index)) for index in indices], np.int64)
 
     def _find_label(self, mask: Tensor) -> int:
         ids = mask[mask >= 0]
@@ -233,12 +233,19 @@ def read_ade_classes(path: Path) -> list[str] | None:
 
 
 def read_masks(root: Path, name: str, split: str) -> Listed:
-    """Find the images of `--dataset masks`; their labels are the classes of most pixels."""
+    """Find the images of `--dataset masks`, and read some of their masks.
+
+    Their labels are all 0, so that maps of the images stay valid when masks are added.
+    """
     if name:
         raise UserError(f"--dataset masks/{name}: the layout has no names; give --dataset masks")
     folder = MaskFolder(root, split)
     paths = [path.relative_to(root).as_posix() for path in folder.images]
-    return Listed(paths, folder.labels, folder.classes, Path(root), masks=folder)
+    # Masks of other classes are found before a training begins.
+    for index in sample_evenly(len(folder), CHECKED).tolist():
+        folder.mask(index)
+    labels = np.zeros(len(paths), np.int64)
+    return Listed(paths, labels, folder.classes, Path(root), masks=folder)
 
 
 register_dataset("masks", read_masks)

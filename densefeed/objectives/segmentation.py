@@ -23,6 +23,7 @@ from densefeed.pipelines.augment.augmentation import Normalize
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.masks import SoftMasks
+from densefeed.pipelines.shapes import Shape
 from densefeed.storage.mask_folder import UNLABELED
 from densefeed.system.errors import UserError
 from densefeed.system.options import Fraction, Numbers, Options
@@ -233,6 +234,10 @@ def hard_loss(logits_NKHW: Tensor, mask_NHW: Tensor) -> Tensor:
     return total / (mask_NHW != UNLABELED).sum().clamp(min=1)
 
 
+# A compiler would unroll its loops over stripes of pixels.
+soft_loss = torch.compiler.disable(sparse_loss)
+
+
 class Segmentation(Objective):
     """`--objective segment`: hard masks; the loss is the mean over labeled pixels."""
 
@@ -250,10 +255,12 @@ class Segmentation(Objective):
         super().__init__(setting)
         self.evaluation = MaskEvaluation(self.options.eval_scales)
 
-    def loss(self, output: PixelLogits, batch: Batch, step: StepContext) -> Tensor:
-        self.check_logits(output)
+    def loss(self, output: PixelLogits | Tensor, batch: Batch, step: StepContext) -> Tensor:
+        # A network of one's own, or one in evaluation mode.
+        output = PixelLogits(output, None) if isinstance(output, Tensor) else output
+        self.check_logits(output, tuple(batch.image.shape[2:]))
         masks = self.targets(batch, step)
-        measure = hard_loss if isinstance(masks, Tensor) else sparse_loss
+        measure = hard_loss if isinstance(masks, Tensor) else soft_loss
         loss = measure(output.logits, masks)
         if output.auxiliary is None:
             return loss
@@ -263,12 +270,13 @@ class Segmentation(Objective):
         """Return the targets of all pixels; samples of weight 0 have none."""
         return batch.mask.masked_fill(batch.weight[:, None, None] == 0, UNLABELED)
 
-    def check_logits(self, output: Any) -> None:
-        if not isinstance(output, PixelLogits):
+    def check_logits(self, output: Any, size: Shape = (0, 0)) -> None:
+        shape = tuple(output.logits.shape) if isinstance(output, PixelLogits) else ()
+        if shape[2:] != size:
             raise UserError(
-                f"{self.setting.model} returns a {type(output).__name__} in training, and "
-                f"{self.flag} needs logits of pixels; give --model upernet, and the classifier as "
-                "--model-kwargs \"backbone='NAME'\""
+                f"{self.setting.model} returns no logits of the pixels of its input, which "
+                f"{self.flag} needs; give --model upernet, and the classifier as --model-kwargs "
+                "\"backbone='NAME'\""
             )
 
 
@@ -281,8 +289,11 @@ class SoftSegmentation(Segmentation):
         ("smoothing", "ground_truth", "crop_pct"), "--objective ce, relabel or token-label"
     )
 
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self.rules = replace(setting.labels, smoothing=0.0)
+
     def targets(self, batch: Batch, step: StepContext) -> SoftMasks:
-        rules = replace(self.setting.labels, smoothing=0.0)
         bare = batch._replace(image=batch.image[:, :0], mask=None)
-        soft = SoftMasks(bare, step.score_maps, tuple(batch.image.shape[2:]), rules)
+        soft = SoftMasks(bare, step.score_maps, tuple(batch.image.shape[2:]), self.rules)
         return soft.mix(super().targets(batch, step), self.options.soft_share)

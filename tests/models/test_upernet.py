@@ -6,6 +6,7 @@ import torch
 
 from densefeed.models.upernet import PixelLogits
 from densefeed.recipes import RECIPES
+from densefeed.system.errors import UserError
 from densefeed.tools.export import Export, main
 from densefeed.train import train
 from densefeed.training.load_model import open_trained
@@ -59,6 +60,8 @@ def test_an_export_to_onnx_equals_torch_and_is_built_again(segments, tmp_path):
     session = onnxruntime.InferenceSession(str(tmp_path / "export/model.onnx"))
     image = torch.randn(3, 3, 32, 32)
     (found,) = session.run(["logits"], {"image": image.numpy()})
+    with pytest.raises(UserError, match="holds a segmentation network, which classifies pixels"):
+        open_trained(tmp_path / "run")
     for path in ("run", "export"):
         model = open_trained(tmp_path / path, segments=True).model
         with torch.inference_mode():

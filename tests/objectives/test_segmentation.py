@@ -279,7 +279,7 @@ def test_evaluation_equals_numpy_on_whole_images(segments, masked, tmp_path):
 REFUSED = {
     r"--drloc trains classifiers; pretrain with it": dict(drloc="l1"),
     r"does not state that it mixes labels": dict(mixup=0.5),
-    r"--model upernet, and the classifier as --model-kwargs": dict(
+    r"returns no logits of the pixels of its input, .* --model-kwargs \"backbone='NAME'\"": dict(
         model="lvvit_micro", model_kwargs=("depth=2",)
     ),
     r"is read without masks, which segmentation needs; give --dataset masks": "folder",

@@ -36,6 +36,7 @@ from densefeed.pipelines.batch import Batch, to_device
 from densefeed.pipelines.masks import sample_masks
 from densefeed.pipelines.philox import philox
 from densefeed.pipelines.plan import NOISE, EpochPlan
+from densefeed.system.devices import send
 
 
 class Normalize(torch.nn.Module):
@@ -187,7 +188,7 @@ def warp_masks(batch: Batch, choice: AugmentPlan) -> Tensor | None:
     """Return the batch's hard masks after the warp; pixels that show fill are unlabeled."""
     if batch.mask is None or not len(choice.warp_row):
         return batch.mask
-    row, matrix = (part.to(batch.mask.device) for part in (choice.warp_row, choice.matrix))
+    row, matrix = (send(part, batch.mask.device) for part in (choice.warp_row, choice.matrix))
     mask = batch.mask.index_select(0, row)
     warped = sample_masks(mask, matrix, tuple(mask.shape[1:])).to(mask.dtype)
     return batch.mask.index_copy(0, row, warped)

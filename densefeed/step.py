@@ -168,7 +168,10 @@ class Step:
         if objective.needs_score_maps and batch.map_class is None:
             raise UserError("the batch has no score maps; take it from a loader with train=True")
         if objective.needs_masks and batch.mask is None:
-            raise UserError("the batch has no masks; take it from a loader of --dataset masks")
+            raise UserError(
+                "the batch has no masks, which densefeed train reads from --dataset masks; in a "
+                "loop of your own use MaskFolder and sample_masks (docs/reference/masks.md)"
+            )
         epoch, at, shape = batch.epoch, batch.step, tuple(batch.image.shape[2:])
         grid, options = token_grid(shape, self._patch), objective.setting.mix
         mix = self._mixing.draw(epoch, at, shape, grid).to(device) if options else None

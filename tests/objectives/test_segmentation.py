@@ -23,6 +23,7 @@ from densefeed.objectives.segmentation import (
     slide,
 )
 from densefeed.pipelines.augment.augmentation import Normalize
+from densefeed.pipelines.masks import sample_masks
 from densefeed.step import Step
 from densefeed.storage.mask_folder import MaskFolder
 from densefeed.system.errors import UserError
@@ -127,8 +128,8 @@ def test_soft_loss_equals_float64(segments, masked, tmp_path, share):
     ],
     ids=["flip", "zoom", "rand-augment", "before-crop"],
 )
-def test_masks_follow_their_images(segments, tmp_path, options):
-    """Masks stand in for images of three equal channels: both are sampled at the same places."""
+def test_masks_follow_their_images(segments, masked, tmp_path, options):
+    """Squares have the color of their class, and the stored masks the same class at the View."""
     config = segments(tmp_path / "run", crop_scale=(0.5, 1.0), batch=13, **options)
     loader, step = open_step(config)
     batch = next(step.batches(0))
@@ -148,6 +149,14 @@ def test_masks_follow_their_images(segments, tmp_path, options):
                 best = image[n][solid].argmax(-1) == number - 1
                 assert best.float().mean() > 0.9, (n, number)
     assert inside > 500
+    data = MaskFolder(masked[0])
+    rows = [n for n in range(13) if data.masks[int(batch.index[n])]]
+    stored = [data.mask(int(batch.index[n])) for n in rows]
+    direct, mask = sample_masks(stored, batch.view[rows], (32, 32)), batch.mask[rows]
+    labeled = (mask != -1) & (direct != -1)
+    assert labeled.float().mean() > 0.4
+    # Of masks that are sampled twice, pixels at the edges of squares differ.
+    assert (mask == direct)[labeled].float().mean() > 0.97
     if "zoom_out" in options:
         rows = [n for n in range(13) if torch.linalg.det(batch.view[n, :, :2].double()) > 1.05]
         assert rows

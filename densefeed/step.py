@@ -179,6 +179,11 @@ class Step:
             )
         if objective.needs_score_maps and batch.map_class is None:
             raise UserError("the batch has no score maps; take it from a loader with train=True")
+        if objective.needs_masks and batch.mask is None:
+            raise UserError(
+                "the batch has no masks, which densefeed train reads from --dataset masks; in a "
+                "loop of your own use MaskFolder and sample_masks (docs/reference/masks.md)"
+            )
         epoch, at, shape = batch.epoch, batch.step, tuple(batch.image.shape[2:])
         grid, options = token_grid(shape, self._patch), objective.setting.mix
         mix = self._mixing.draw(epoch, at, shape, grid).to(device) if options else None
@@ -209,7 +214,9 @@ class Step:
             where = f"the score maps of {self._maps_name}"
             batch = batch.to("cpu")
             check_batch(batch, self.loader.score_maps, where)
-            self._warn_of_labels(batch, where)
+            # The label of an image with a mask says little.
+            if not self.objective.needs_masks:
+                self._warn_of_labels(batch, where)
 
     def _warn_of_labels(self, batch: Batch, where: str) -> None:
         """Warn if the maps name another class than the image label in most crops of a batch."""

@@ -27,7 +27,7 @@ from densefeed.training.captured_update import choose_update
 from densefeed.training.compile import compile_step
 from densefeed.training.config import Config
 from densefeed.training.dry_run import dry_run
-from densefeed.training.evaluation import evaluate_sync
+from densefeed.training.evaluation import evaluate_sync, find_evaluation
 from densefeed.training.guards import explain_oom, signal_handler
 from densefeed.training.logs import (
     RunLog,
@@ -203,13 +203,15 @@ def save(run: Run, monitor: TrainMonitor, clock: RunClock, step: int) -> None:
 def evaluate(run: Run, step: Step, log: RunLog, done: int) -> dict:
     """Evaluate all networks of the student on the validation set; return and log their metrics."""
     normalize, result, nonfinite = step.augmentation.normalize, {}, {}
+    evaluation, seen = find_evaluation(run.objective), (run.ranks, run.dtype, log.show_progress)
+    rated = evaluation.rated
     run.ranks.average(run.student.averaged)
     for suffix, model in run.student.evaluated.items():
-        metrics = evaluate_sync(model, run.val, normalize, run.ranks, run.dtype, log.show_progress)
+        metrics = evaluate_sync(evaluation, model, run.val, normalize, *seen)
         result |= metrics.named(suffix)
-        nonfinite[f"top1{suffix}"] = metrics.nonfinite
+        nonfinite[f"{rated}{suffix}"] = metrics.nonfinite
         if run.ranks.is_first and (fault := metrics.describe_nonfinite()):
-            warning = f"warning: top1{suffix} after step {done:,}: {fault}"
+            warning = f"warning: {rated}{suffix} after step {done:,}: {fault}"
             print(warning, file=sys.stderr, flush=True)
     count = run.val.plan.num_samples
     result |= {"images": metrics.images, "unreadable": count - metrics.images}
@@ -217,7 +219,7 @@ def evaluate(run: Run, step: Step, log: RunLog, done: int) -> dict:
     log.text = describe_accuracy(result)
     log.advance(0)
     # By the weights that commands load from it by default.
-    rated = "top1_ema" if "top1_ema" in result else "top1"
+    rated = f"{rated}_ema" if f"{rated}_ema" in result else rated
     # A model that has diverged never becomes best.pt.
     if run.ranks.is_first and not nonfinite[rated]:
         run.kept.rate(done, result[rated])

@@ -290,6 +290,62 @@ def packed(folder, maps, tmp_path_factory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="session")
+def masked(random_maps, tmp_path_factory) -> tuple[Path, Path]:
+    """A folder of images with masks of 4 classes in ADE20K's layout, and maps of its training set.
+
+    It has 13 training images and 5 for validation, whose squares are of the color of their class.
+    One of each has no mask.
+    """
+    from densefeed.storage.images import Images
+
+    root, rng = tmp_path_factory.mktemp("masked"), np.random.default_rng(3)
+    (root / "classes.txt").write_text("ground\nred\ngreen\nblue\n")
+    for split, count in (("training", 13), ("validation", 5)):
+        for kind in ("images", "annotations"):
+            (root / kind / split).mkdir(parents=True)
+        for n in range(count):
+            mask = np.kron(rng.integers(0, 5, (3, 4)), np.ones((14, 14), int)).astype(np.uint8)
+            pixels = rng.integers(0, 40, (*mask.shape, 3)) + 200 * np.eye(5)[mask][..., 2:]
+            name = f"{split}/{n}"
+            Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(root / f"images/{name}.jpg")
+            if n:
+                Image.fromarray(mask).save(root / f"annotations/{name}.png")
+    images = Images(root, "masks", "train")
+    path, scores = root / "maps.h5", random_maps(len(images), 6, 2, 4)
+    return root, write_store(path, images, scores, 4)
+
+
+@pytest.fixture(scope="session")
+def segments(masked):
+    """Factory of configs of the smallest run with masks: two epochs of four steps."""
+    from densefeed.recipes import RECIPES
+    from densefeed.system.options import with_options
+
+    backbone = "backbone='lvvit_micro'", "depth=2", "stem=((7,2),(3,2),(4,2))", "stem_width=8"
+    small = dict(
+        model_kwargs=(*backbone, "embed_dim=24", "num_heads=2", "decoder_width=8", "auxiliary=8"),
+        batch=4,
+        epochs=2,
+        size=32,
+        sizes=(),
+        ema=0.9,
+        drop_path=0.2,
+        threads=2,
+        eval_every=1,
+        log_every=1,
+        device="cpu",
+    )
+
+    def make(out: Path, **fields):
+        soft = fields.get("objective") == "segment-soft"
+        paths = dict(data=masked[0], val=masked[0], out=out)
+        paths |= dict(score_maps=masked[1]) if soft else {}
+        return with_options(RECIPES["segment_photos"](), **paths, **(small | fields))
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def micro(packed):
     """Factory of configs of the smallest run.
 

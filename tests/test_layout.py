@@ -245,7 +245,8 @@ def find_unexplained(names: Iterable[str]) -> list[str]:
 def test_every_option_of_train_is_on_a_page():
     names = {name for name, _ in leaves(Config())}
     assert not find_unexplained(names)
-    assert len(names) <= 95
+    # Three of segmentation, which classification has no use for.
+    assert len(names) <= 98
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.stem)

@@ -160,6 +160,28 @@ def test_run_stopped_after_every_step_equals_the_uninterrupted_one(
         assert state(tmp_path / "whole")["scaler"]["scale"] > 0
 
 
+SEGMENT = {
+    "segment": dict(objective="segment", microbatch=2, zoom_out=0.5, rand_augment="rand-m9"),
+    "segment-soft": dict(objective="segment-soft", color_jitter=(0.4,), ema=0.0),
+    "frozen": dict(objective="segment", frozen_statistics=True, eval_scales=(0.5, 1.0)),
+}
+
+
+@pytest.mark.parametrize("fields", SEGMENT.values(), ids=list(SEGMENT))
+def test_segmentation_resumes_to_the_bit(segments, tmp_path, monkeypatch, fields):
+    """After a step of the first epoch, and after one of the second."""
+    training.train(segments(tmp_path / "whole", **fields))
+    for steps in (2, 4):
+        with monkeypatch.context() as patch:
+            patch.setattr(training, "signal_handler", stopped_after(steps))
+            training.train(segments(tmp_path / "cut", resume="auto", **fields))
+    assert checkpoints.load(tmp_path / "cut" / "last.pt")["step"] == 5
+    result = training.train(segments(tmp_path / "cut", resume="auto", **fields))
+    assert records(tmp_path / "cut") == records(tmp_path / "whole")
+    assert differences(state(tmp_path / "cut"), state(tmp_path / "whole")) == []
+    assert 0 < result["miou"] < 1
+
+
 # ------------------------------------------------------------------------- Kills
 
 

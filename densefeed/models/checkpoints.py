@@ -564,7 +564,10 @@ def initialize(model: nn.Module, path: Path, class_names: Sequence[str] = ()) ->
     if new:
         in_file = f" ({classes:,} {'other ' * others}classes in the file)" if classes else ""
         notes.append(f"new: {' and '.join(new)}{in_file}")
-    if unused:
+    # A decoder, which no file of a classifier has.
+    if unused < 0:
+        notes.append("what else the file lacks keeps its initial weights")
+    if unused > 0:
         notes.append(f"{unused:,} tensors of the file not used")
     return "; ".join(notes)
 

@@ -16,6 +16,7 @@ from densefeed.objectives.bootstrapping import Bootstrapping
 from densefeed.objectives.ce import CrossEntropy
 from densefeed.objectives.drloc import DRLoc
 from densefeed.objectives.relabel import ReLabel
+from densefeed.objectives.segmentation import Segmentation, SoftSegmentation
 from densefeed.objectives.token_labeling import TokenLabeling
 from densefeed.system.errors import UserError
 from densefeed.system.options import Options, leaves, refuse_unused, unused_leaves
@@ -36,7 +37,15 @@ def register(kind: Registered) -> Registered:
     return kind
 
 
-for builtin in (CrossEntropy, ReLabel, TokenLabeling, DRLoc, Bootstrapping):
+for builtin in (
+    CrossEntropy,
+    ReLabel,
+    TokenLabeling,
+    Segmentation,
+    SoftSegmentation,
+    DRLoc,
+    Bootstrapping,
+):
     register(builtin)
 
 
@@ -44,15 +53,18 @@ for builtin in (CrossEntropy, ReLabel, TokenLabeling, DRLoc, Bootstrapping):
 class Objectives(Options):
     """The section `objective` of a run's options."""
 
-    # ce: image labels; relabel: dense label of the crop; token-label: dense label of every token
+    # ce: image labels; relabel: dense label of the crop; token-label: dense label of every token;
+    # segment: masks of pixels; segment-soft: a teacher's dense labels of pixels, and masks
     name: Annotated[str, arg(name="objective")] = "token-label"
 
 
 @cache
 def make_section(kinds: tuple[type[Objective], ...]) -> type[Objectives]:
     """Make the class of the section `objective` with the options of these objectives."""
-    own = [(k.section_name(), k.own, field(default_factory=k.own)) for k in kinds if k.own]
-    made = make_dataclass("Objectives", own, bases=(Objectives,), frozen=True, kw_only=True)
+    # Objectives may share a section.
+    own = {k.section_name(): k.own for k in kinds if k.own}
+    sections = [(name, kind, field(default_factory=kind)) for name, kind in own.items()]
+    made = make_dataclass("Objectives", sections, bases=(Objectives,), frozen=True, kw_only=True)
     # tyro reads the texts of options in the source of a class, here that of the base.
     made.__module__, made.__doc__ = __name__, Objectives.__doc__
     return made
@@ -89,6 +101,11 @@ def build_objective(setting: Setting) -> Objective:
             f"--objective {options.name} does not state that it mixes labels, and the run mixes "
             f"images; give {' '.join(off[name] for name in given)}, or set mixes_labels = True in "
             "its class once its loss does, as docs/extending.md describes"
+        )
+    if wraps and objective.needs_masks:
+        raise UserError(
+            f"--{wraps[0].name} trains classifiers; pretrain with it, and give that run to --init "
+            f"of --objective {options.name}"
         )
     for kind in wraps:
         objective = kind(setting, objective)

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from densefeed.models.token_head import with_token_head
 from densefeed.models.token_transformer import FUSED_FROM
 from densefeed.models.wrapped_model import WrappedModel
+from densefeed.pipelines.augment.augmentation import Normalize
 from densefeed.pipelines.batch import Batch, ScoreMapSpec
+from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.mixing import (
     Mix,
     MixOptions,
@@ -67,12 +69,43 @@ def token_mask(mix: Mix, grid: Grid) -> Tensor:
     return box_map(mix, grid) > 0.5
 
 
+class Evaluation:
+    """How a model is evaluated: sums over this rank's images, and metrics of all ranks' sums.
+
+    Class attributes:
+        rated: the metric, from 0 to 1, by which `best.pt` is chosen.
+    """
+
+    rated: str
+
+    def sum(
+        self,
+        model: nn.Module,
+        loader: ThreadedLoader,
+        normalize: Normalize,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        advance: Callable[[int, str], None],
+    ) -> Tensor:
+        """Return sums over the images of a validation set, float64 `[n]`, on the device.
+
+        The model is put in evaluation mode. `normalize` takes uint8 images `[N, H, W, 3]`, `dtype`
+        is that of autocast or None, and `advance(0, text)` shows the progress.
+        """
+        raise NotImplementedError
+
+    def mean_sync(self, sums: Tensor) -> Any:
+        """Return the metrics of all ranks' sums, with the members of `evaluation.Metrics`."""
+        raise NotImplementedError
+
+
 class Objective:
     """Base of all objectives: the loss of the class token alone.
 
     Class attributes:
         name: what `--objective` calls it; of a method the option that switches it on.
         needs_score_maps: whether batches must carry score maps.
+        needs_masks: whether batches must carry hard masks.
         needs_tokens: whether the model must have a head on every token.
         mixes_labels: whether its loss mixes labels as the images are mixed; else a run that mixes
             is refused.
@@ -80,17 +113,21 @@ class Objective:
         own: the class of its own options, which become options of every run, if it has any. An
             instance has those of its run as the attribute `options`.
         section: the name of these options in config.json; by default `name`, with underscores.
+        evaluation: how its models are evaluated; None: by the label of each image, top-1. An
+            instance may set its own.
         unused: options that it does not read, by name, and what does (`Options.unused`); by
             default, and unless a class sets another dictionary, label smoothing.
     """
 
     name: str
     needs_score_maps: bool = False
+    needs_masks: bool = False
     needs_tokens: bool = False
     mixes_labels: bool = False
     adds_network: bool = False
     own: type[Options] | None = None
     section: str = ""
+    evaluation: Evaluation | None = None
     unused: ClassVar[dict[str, str]] = {"smoothing": "--objective ce, relabel or token-label"}
 
     def __init__(self, setting: Setting) -> None:
@@ -177,6 +214,7 @@ class Method(Objective):
         super().__init__(setting)
         self.base = base
         self.needs_score_maps, self.needs_tokens = base.needs_score_maps, base.needs_tokens
+        self.evaluation = base.evaluation
 
     @staticmethod
     def is_on(options: Any) -> bool:

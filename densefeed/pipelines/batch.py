@@ -60,6 +60,7 @@ class Batch(NamedTuple):
     axis_aligned: bool = False
     epoch: int = 0
     step: int = 0  # position of the batch in its epoch
+    mask: Tensor | None = None  # int16 [N, H, W], classes of pixels, -1 unlabeled; for segmentation
 
     @property
     def tensors(self) -> dict[str, Tensor]:

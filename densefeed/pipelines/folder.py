@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 
 from densefeed import native
 from densefeed.pipelines.batch import ScoreMapSpec, allocate_maps
@@ -86,6 +87,9 @@ class FolderSource(StoreMaps):
         self.blocks = self.images.blocks
         self.labels, self.class_names = self.images.labels, self.images.class_names
         self.where = self.images.where
+        if folder := self.images.masks:
+            rows = range(len(folder)) if self.images.rows is None else self.images.rows
+            self.masks = sum(folder.masks[row] is not None for row in rows)
         self.fingerprint = self.images.fingerprint()
         if maps is not None:
             self._store = ScoreMapStore(maps)
@@ -167,6 +171,13 @@ class FolderSource(StoreMaps):
 
     def image(self, index: int) -> Image.Image:
         return decode(self.images.read(index), self.where(index))
+
+    def mask(self, index: int, height: int, width: int) -> Tensor:
+        rows, masks = self.images.rows, self.images.masks
+        row = index if rows is None else int(rows[index])
+        mask = masks.mask(row)
+        masks.check_size(row, mask, height, width)
+        return mask
 
     def close(self) -> None:
         self._readers.shutdown(cancel_futures=True)

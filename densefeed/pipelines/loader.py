@@ -22,9 +22,11 @@ from torch import Tensor
 
 from densefeed import native
 from densefeed.pipelines.batch import Batch, ScoreMapSpec, allocate_maps, crop_batch
+from densefeed.pipelines.masks import sample_masks
 from densefeed.pipelines.plan import EpochPlan, RankRows
 from densefeed.pipelines.shapes import Shape
 from densefeed.storage.dataset_names import match_forms
+from densefeed.storage.mask_folder import UNLABELED
 from densefeed.storage.parquet_files import Blocks
 from densefeed.storage.score_maps import ScoreMaps
 from densefeed.system.errors import UserError, explain_os_error
@@ -123,6 +125,7 @@ class Source:
     class_names: list[str]  # one for each class id
     remedy: str  # what to do about an image that cannot be decoded, ends the error message
     score_maps: ScoreMapSpec | None = None  # shape and meaning of the score maps; None without maps
+    masks: int | None = None  # samples that have a hard mask; None: `mask` reads none
     teacher: str = ""  # of the score maps, as their store names it; empty: not known
     # of a part that was divided from a folder when it was packed: its dataset, val_fraction and
     # val_seed; checkpoints keep it
@@ -177,6 +180,15 @@ class Source:
         For images that the native decoder does not support, and for those that are augmented before
         the crop, in place of `begin`; then it is called by several threads at once. Its size must
         be that of `samples`. Raises UserError if it cannot be decoded.
+        """
+        raise NotImplementedError
+
+    def mask(self, index: int, height: int, width: int) -> Tensor:
+        """Return the hard mask of sample `index`: class ids, int64 `[H, W]`, -1 unlabeled.
+
+        `[0, 0]` for a sample without a mask. Only where `masks` is a number; called by several
+        threads at once. Raises UserError for a mask that cannot be read, or of another size than
+        the image's.
         """
         raise NotImplementedError
 
@@ -258,6 +270,7 @@ class _Begun(NamedTuple):
     decoding: Decoding
     batch: Batch  # without its image
     encoded: Encoded
+    masks: list[Future] = []  # of whole images, if batches carry masks  # noqa: RUF012
 
 
 class ThreadedLoader:
@@ -278,6 +291,7 @@ class ThreadedLoader:
         prepares: whether `batches` takes whole images that were augmented before the crop.
         class_names, num_classes, score_maps, fingerprint: of the source.
         skipped: unreadable samples so far, under on_bad_sample="skip".
+        with_masks: whether batches carry hard masks; the source must have them.
 
     At most AHEAD batches are in flight, beside those that the consumer holds. A batch that the
     consumer holds is never overwritten. An error in any thread is raised from `batches`, with the
@@ -299,6 +313,7 @@ class ThreadedLoader:
         self.class_names, self.num_classes = source.class_names, len(source.class_names)
         self.score_maps, self.fingerprint = source.score_maps, source.fingerprint
         self.skipped, self._device, self._size = 0, device, plan.batch // plan.ranks
+        self.with_masks = False
         # Samples whose score maps were read and hold no impossible values.
         self._checked = np.zeros(len(source.labels), bool)
         self._shapes, self._memory = [], Memory()
@@ -356,6 +371,8 @@ class ThreadedLoader:
                 encoded.cancel()
             for begun in decoding:
                 self._cancel(begun.decoding)
+                for task in begun.masks:
+                    task.cancel()
 
     def _begin(
         self,
@@ -463,7 +480,12 @@ class ThreadedLoader:
             batch = batch.add_maps(maps)
         shape = self.plan.shape(batch.epoch, batch.step)
         decoding = self._begin(ids, encoded.samples, shape, parts, encoded.keep)
-        return _Begun(decoding, batch, encoded)
+        masks = []
+        if self.with_masks:
+            extents = (encoded.samples[name].tolist() for name in ("height", "width"))
+            read, columns = self._preparing.submit, zip(ids.tolist(), *extents, strict=True)
+            masks = [read(self.source.mask, *each) for each in columns]
+        return _Begun(decoding, batch, encoded, masks)
 
     def _finish(self, begun: _Begun) -> Batch:
         """Handle the bad samples of a decoded batch, and make tensors of it."""
@@ -476,12 +498,38 @@ class ThreadedLoader:
         batch = begun.batch._replace(image=begun.decoding.image)
         if begun.encoded.follow:
             batch = begun.encoded.follow(batch)
+        if self.with_masks:
+            batch = self._add_masks(batch, begun.masks, bad)
         if bad:
             self._replace_samples(batch, bad)
         if not self._memory.pinned:
             return batch
         # Large tensors are in pinned memory already; this copies the small ones.
         return batch.map_tensors(lambda field: field if field.is_cuda else field.pin_memory())
+
+    def _add_masks(self, batch: Batch, tasks: list[Future], bad: list[int]) -> Batch:
+        """Add the masks at the pixels of the crops; append rows whose mask is skipped to `bad`."""
+        size, masks = tuple(batch.image.shape[1:3]), []
+        for row, task in enumerate(tasks):
+            mask = torch.empty(0, 0, dtype=torch.int64)
+            try:
+                mask = task.result()
+            except (UserError, OSError) as error:
+                index = int(batch.index[row])
+                # The image of such a row has been reported already.
+                if row not in bad:
+                    self.report(index, error)
+                    bad.append(row)
+            masks.append(mask)
+
+        def sample(pair: tuple[Tensor, Tensor]) -> Tensor:
+            if not pair[0].numel():
+                return torch.full(size, UNLABELED, dtype=torch.int16)
+            return sample_masks([pair[0]], pair[1][None], size)[0].to(torch.int16)
+
+        # Each on a thread, as it takes milliseconds for 512 x 512 pixels.
+        pairs = zip(masks, batch.view, strict=True)
+        return batch._replace(mask=torch.stack(list(self._preparing.map(sample, pairs))))
 
     def _replace_samples(self, batch: Batch, bad: list[int]) -> None:
         """Replace the rows `bad` by the first good one, in place, with weight 0."""
@@ -513,12 +561,17 @@ class ThreadedLoader:
             self._decode_by_pillow(begun, row, index, where)
             return True
         except (UserError, OSError) as error:
-            why = explain_os_error(error) if isinstance(error, OSError) else str(error)
-            what = f"sample {index}: {why}" if where in why else f"sample {index}, {where}: {why}"
-            if self.on_bad_sample == "raise":
-                raise UserError(what) from error
-            print(f"skipped {what}", file=sys.stderr)
+            self.report(index, error)
             return False
+
+    def report(self, index: int, error: UserError | OSError) -> None:
+        """Report a sample that cannot be read; UserError unless such samples are skipped."""
+        where = self.source.where(index)
+        why = explain_os_error(error) if isinstance(error, OSError) else str(error)
+        what = f"sample {index}: {why}" if where in why else f"sample {index}, {where}: {why}"
+        if self.on_bad_sample == "raise":
+            raise UserError(what) from error
+        print(f"skipped {what}", file=sys.stderr)
 
     def _decode_by_pillow(self, begun: _Begun, row: int, index: int, where: str) -> None:
         """Decode a sample with Pillow into its row. UserError if it cannot be read."""

@@ -319,6 +319,7 @@ def open_dataset(
     rank: int = 0,
     ranks: int = 1,
     maps: bool = True,
+    masks: bool = False,
     device: torch.device = CPU,
     beside: Source | None = None,
     items: DatasetItems | None = None,
@@ -330,6 +331,7 @@ def open_dataset(
         seed: key of every random draw.
         microbatches: forward passes that a global batch is divided into, see `EpochPlan`.
         maps: whether training batches carry score maps, if the set has any.
+        masks: whether hard masks are needed; training batches carry them.
         device: where DALI decodes.
         beside: a part of the same data that is open; with --val-fraction the folder is not listed
             again.
@@ -385,7 +387,17 @@ def open_dataset(
     if isinstance(source, RemoteSource):
         source.check_room(plan)
     streamed = training and maps and not data.maps_on_device
-    return make(source, plan, data.threads, data.on_bad_sample, streamed, device)
+    # Maps can do without.
+    if masks and not source.masks and (source.masks is None or not training or not maps):
+        source.close()
+        what = "is read without masks" if source.masks is None else "has no masks"
+        raise UserError(
+            f"{path} {what}, which segmentation needs; give --dataset masks and a folder of images "
+            "and masks"
+        )
+    opened = make(source, plan, data.threads, data.on_bad_sample, streamed, device)
+    opened.with_masks = masks and training
+    return opened
 
 
 def choose_order(data: DataOptions, source: Source, training: bool) -> dict[str, str | int]:

@@ -28,7 +28,7 @@ from densefeed.system.options import check_type, hints, to_plain
 
 # Streams. A new kind of draw takes a new number, so that old runs stay reproducible.
 ORDER, CROP, MIX, STEP, BLOCKS, AUGMENT, JITTER, ERASE, NOISE, SHIFT, PAIRS, OPERATION = range(12)
-SCALE, BATCHES, CUT = range(12, 15)
+SCALE, BATCHES, CUT, ZOOM = range(12, 16)
 # Attempts at a crop, as in torchvision's RandomResizedCrop. A crop reads numbers 0 to 9 for its
 # areas, 10 to 19 for its ratios, 20 to 23 for top, left, flip and filter.
 TRIES = 10

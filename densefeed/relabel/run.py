@@ -169,7 +169,9 @@ def run_labeling(
     if store is not None:
         print(summary(store))
         named = [each for each in teachers or labeling.teacher if isinstance(each, str)]
-        print_accuracy(store, describe_training(named, store.header.fingerprint))
+        # Images with masks have no labels.
+        if labeling.dataset != "masks":
+            print_accuracy(store, describe_training(named, store.header.fingerprint))
     elif labeling.shard and is_first:
         print(
             f"shards {labeling.shard} of {out} are finished; join them with the others by "

@@ -15,6 +15,7 @@
     classes/FILE       the class folders of the root that FILE names, one per line, in its order
                        (ImageNet-100)
     share/PERCENT      a fixed share of the images of every class folder (ImageNet 1, 5, 10, 50 %)
+    masks              images with hard masks, for segmentation (mask_folder.py)
     hfds/NAME          as timm reads it
 
 What package.module:factory makes is read by dataset_items.py.
@@ -33,7 +34,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -104,6 +105,7 @@ class Listed(NamedTuple):
     class_names: list[str]
     root: Path
     pixels: np.ndarray | None = None  # uint8 [N, height, width, 3], only for pixel arrays
+    masks: Any = None  # MaskFolder, if the dataset has hard masks
 
     def where(self, index: int) -> str:
         """Name of sample `index` for error messages."""
@@ -187,7 +189,9 @@ def find(root: Path | ObjectURL, dataset: str, split: str) -> Found:
     if not found.paths:
         raise UserError(f"{root} holds no images of the split {split!r}; check --data and --split")
     check_labels(root, found)
-    describe_classes(root, found)
+    # The label of an image with a mask says little.
+    if not getattr(found, "masks", None):
+        describe_classes(root, found)
     return found
 
 

@@ -181,6 +181,7 @@ class Images:
         open: a function that opens the file of image `index`; the caller closes it.
         where: a function that returns the name of image `index` for error messages.
         is_object: whether they are those of a dataset object.
+        masks: hard masks of the whole set, `MaskFolder`, if the dataset has them; else None.
     """
 
     is_object = False
@@ -204,6 +205,7 @@ class Images:
         self.paths, self.labels, self.class_names = found.paths, found.labels, found.class_names
         self.is_object, self._hash_files = not is_named, getattr(found, "hash_files", None)
         self.open, self.where = found.open, found.where
+        self.masks = getattr(found, "masks", None)
         self._blocks = getattr(found, "blocks", None)
         self._measure = getattr(found, "measure", self._measure_file)
         self._sampling, self._reads_split = getattr(found, "sampling", 1), False
@@ -235,6 +237,7 @@ class Images:
         self.paths = [whole.paths[row] for row in rows.tolist()]
         self.open = lambda index: whole.open(rows[index])
         self.where = lambda index: whole.where(rows[index])
+        self.masks = whole.masks
         self._measure = lambda index: whole._measure(int(rows[index]))
         self._sampling = whole._sampling
 

@@ -1,13 +1,15 @@
 """Read images with hard masks: class ids of all pixels, as PNG files.
 
-Three layouts are known by their folders:
+Four layouts are known by their folders:
 
     images/a.jpg              masks/a.png                    plain: ids from 0, 255 unlabeled
     images/training/a.jpg     annotations/training/a.png     ADE20K: 0 unlabeled, ids from 1
     JPEGImages/a.jpg          SegmentationClass/a.png        Pascal VOC: 255 unlabeled
+    train/dog/a.jpg           masks/train/dog/a.png          photo scenes, beside boxes.json
 
 VOC's images are those that `ImageSets/Segmentation/train.txt` lists. In the other layouts an image
-may have no mask: it is unlabeled.
+may have no mask: it is unlabeled. Masks of photo scenes number the objects of a scene, whose
+classes are in boxes.json; 0 is the background. `--dataset masks` reads these layouts in commands.
 """
 
 from collections.abc import Sequence
@@ -21,9 +23,12 @@ from torch import Tensor
 from torchvision import tv_tensors
 
 from densefeed.storage.dataset_names import ENDINGS
-from densefeed.storage.images import decode, open_image
+from densefeed.storage.datasets import Listed, register_dataset
+from densefeed.storage.images import decode, open_image, sample_evenly
+from densefeed.storage.scenes import BOXES, MASKS
 from densefeed.system.errors import UserError, first_line
 from densefeed.system.files import read_lines
+from densefeed.system.json_files import read_json
 from densefeed.system.progress import bar
 
 # Class of pixels without a label, in masks as they are returned, and in files.
@@ -33,6 +38,10 @@ VOC_CLASSES = [
     *("cow", "diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa"),
     *("train", "tvmonitor"),
 ]
+# Masks that are read when a dataset is found.
+CHECKED = 64
+# Bytes of boxes.json.
+LARGEST_BOXES = 2**24
 # Names of splits in ADE20K's folders.
 ADE_SPLITS = {"train": "training", "val": "validation"}
 
@@ -65,7 +74,11 @@ class MaskFolder:
         self.root, names = Path(root), None
         # What is subtracted from ids; 0 then is UNLABELED.
         self._first = 0
-        if (self.root / "SegmentationClass").is_dir():
+        # Of photo scenes the class of each value of a mask.
+        self._objects: list[list[int]] | None = None
+        if (self.root / BOXES).is_file():
+            images, masks, names = self._list_scenes(split)
+        elif (self.root / "SegmentationClass").is_dir():
             images, masks, names = self._list_voc(split)
         elif (self.root / "annotations").is_dir():
             split = ADE_SPLITS.get(split, split)
@@ -88,6 +101,31 @@ class MaskFolder:
                 "one name a line"
             )
         self.classes, self.images, self.masks = list(names), images, masks
+
+    def _list_scenes(self, split: str) -> tuple[list[Path], list[Path | None], list[str]]:
+        """List the images and masks of a split of photo scenes."""
+        path, remedy = self.root / BOXES, "make the scenes again"
+        scenes = read_json(path, remedy, largest=LARGEST_BOXES).get("scenes")
+        try:
+            shown = {name: [each["class"] for each in found] for name, found in scenes.items()}
+        except (AttributeError, KeyError, TypeError) as error:
+            raise UserError(f"{path} does not list the objects of scenes; {remedy}") from error
+        # Classes of both splits, so that they have the same numbers.
+        own = [name for name in shown if name.startswith(("train/", "val/"))]
+        names = ["background", *sorted({each for name in own for each in shown[name]})]
+        files = sorted(name for name in shown if name.startswith(f"{split}/"))
+        numbers = {name: number for number, name in enumerate(names)}
+        if others := sorted({each for name in files for each in shown[name]} - numbers.keys()):
+            raise UserError(
+                f"{path} has objects in {split} of a class that train and val lack ({others[0]}); "
+                "give one of these splits"
+            )
+        self._objects = [[0, *(numbers[each] for each in shown[name])] for name in files]
+        masks = [(self.root / MASKS / name).with_suffix(".png") for name in files]
+        if not files:
+            raise UserError(f"{path} lists no scenes of the split {split}; give another")
+        there = [path if path.is_file() else None for path in masks]
+        return [self.root / name for name in files], there, names
 
     def _list_voc(self, split: str) -> tuple[list[Path], list[Path | None], list[str]]:
         """List the images and masks of a split of Pascal VOC."""
@@ -126,19 +164,25 @@ class MaskFolder:
     def __getitem__(self, index: int) -> dict[str, Any]:
         path = self.images[index]
         image, mask = decode(path.read_bytes(), str(path)), self.mask(index)
-        height, width = mask.shape if self.masks[index] else (image.height, image.width)
-        if (width, height) != image.size:
-            raise UserError(
-                f"{self.masks[index]} has {width} x {height} pixels and {path} "
-                f"{image.width} x {image.height}; give the mask of this image"
-            )
+        self.check_size(index, mask, image.height, image.width)
         if self.masks[index] is None:
-            mask = torch.full((height, width), UNLABELED)
+            mask = torch.full((image.height, image.width), UNLABELED)
         return {"image": image, "mask": tv_tensors.Mask(mask), "label": self._find_label(mask)}
+
+    def check_size(self, index: int, mask: Tensor, height: int, width: int) -> None:
+        """Raise UserError if a mask has not the size of its image."""
+        rows, columns = mask.shape
+        if self.masks[index] and (rows, columns) != (height, width):
+            raise UserError(
+                f"{self.masks[index]} has {columns} x {rows} pixels and {self.images[index]} "
+                f"{width} x {height}; give the mask of this image"
+            )
 
     def mask(self, index: int) -> Tensor:
         """Return a mask, int64 `[H, W]`, -1 where unlabeled; `[0, 0]` without a file."""
         path, K = self.masks[index], len(self.classes)
+        numbers = self._objects and self._objects[index]
+        K = len(numbers) if numbers else K
         if path is None:
             return torch.empty(0, 0, dtype=torch.int64)
         try:
@@ -157,12 +201,14 @@ class MaskFolder:
             ids -= self._first
         elif K <= VOID:
             ids[ids == VOID] = UNLABELED
+        if (ids >= K).any() and numbers:
+            raise UserError(f"{path} has more objects than {BOXES} lists; make the scenes again")
         if (ids >= K).any():
             raise UserError(
                 f"{path} has class {int(ids.max()) + self._first}, and there are {K} classes from "
                 f"{self._first} on; correct the mask or give all classes"
             )
-        return ids
+        return torch.tensor(numbers)[ids] if numbers else ids
 
     @cached_property
     def labels(self) -> np.ndarray:
@@ -184,3 +230,22 @@ def read_ade_classes(path: Path) -> list[str] | None:
         raise UserError(f"{path} has no column Name; copy it again, or give classes=[...]")
     column = rows[0].index("Name")
     return [row[column].strip() for row in rows[1:] if len(row) > column]
+
+
+def read_masks(root: Path, name: str, split: str) -> Listed:
+    """Find the images of `--dataset masks`, and read some of their masks.
+
+    Their labels are all 0, so that maps of the images stay valid when masks are added.
+    """
+    if name:
+        raise UserError(f"--dataset masks/{name}: the layout has no names; give --dataset masks")
+    folder = MaskFolder(root, split)
+    paths = [path.relative_to(root).as_posix() for path in folder.images]
+    # Masks of other classes are found before a training begins.
+    for index in sample_evenly(len(folder), CHECKED).tolist():
+        folder.mask(index)
+    labels = np.zeros(len(paths), np.int64)
+    return Listed(paths, labels, folder.classes, Path(root), masks=folder)
+
+
+register_dataset("masks", read_masks)

@@ -372,7 +372,8 @@ def main(export: Export) -> list[Path]:
     files = choose_files(export)
     [out] = {path.parent for path in files}
     check_new(files)
-    trained = open_trained(export.checkpoint, export.weights, export.model, export.size)
+    named = export.weights, export.model, export.size
+    trained = open_trained(export.checkpoint, *named, segments=export.to == "classifier")
     check_outputs(trained)
     new_folder = not out.exists()
     try:

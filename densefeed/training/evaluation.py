@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from densefeed.objectives.base import Evaluation, Objective
 from densefeed.pipelines.augment.augmentation import Normalize
 from densefeed.pipelines.batch import to_device
 from densefeed.pipelines.loader import ThreadedLoader
@@ -105,7 +106,38 @@ def mean_metrics_sync(sums: Tensor) -> Metrics:
     return Metrics(*means, images=round(total), nonfinite=round(nonfinite))
 
 
+class Accuracy(Evaluation):
+    """The label of each image: top-1, top-5 and cross entropy."""
+
+    rated = "top1"
+
+    def sum(
+        self,
+        model: nn.Module,
+        loader: ThreadedLoader,
+        normalize: Normalize,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        advance: Callable[[int, str], None],
+    ) -> Tensor:
+        def batches() -> Iterator[Weighted]:
+            for number, batch in enumerate(to_device(loader.batches(0), device), start=1):
+                yield normalize(batch.image), batch.label, batch.weight
+                advance(0, f"evaluating, {number} of {len(loader)}")
+
+        return sum_metrics(predict(model, batches(), dtype=dtype))
+
+    def mean_sync(self, sums: Tensor) -> Metrics:
+        return mean_metrics_sync(sums)
+
+
+def find_evaluation(objective: Objective) -> Evaluation:
+    """Return how the models of an objective are evaluated."""
+    return objective.evaluation or Accuracy()
+
+
 def evaluate_sync(
+    evaluation: Evaluation,
     model: nn.Module,
     loader: ThreadedLoader,
     normalize: Normalize,
@@ -113,16 +145,7 @@ def evaluate_sync(
     dtype: torch.dtype | None,
     advance: Callable[[int, str], None],
 ) -> Metrics:
-    """Evaluate on a validation set, each image once, over all ranks.
-
-    `advance(0, text)` shows the progress.
-    """
-
-    def batches() -> Iterator[Weighted]:
-        for number, batch in enumerate(to_device(loader.batches(0), ranks.device), start=1):
-            yield normalize(batch.image), batch.label, batch.weight
-            advance(0, f"evaluating, {number} of {len(loader)}")
-
-    sums = sum_metrics(predict(model, batches(), dtype=dtype))
+    """Evaluate on a validation set, each image once, over all ranks; see `Evaluation.sum`."""
+    sums = evaluation.sum(model, loader, normalize, ranks.device, dtype, advance)
     # An all-reduce writes in place, which a tensor of inference mode does not allow.
-    return mean_metrics_sync(ranks.sum(sums.clone()))
+    return evaluation.mean_sync(ranks.sum(sums.clone()))

@@ -16,6 +16,7 @@ from torch import nn
 from densefeed.models import checkpoints
 from densefeed.models.model_spec import CANNOT_BUILD, imagenet_names
 from densefeed.models.token_transformer import TokenTransformer
+from densefeed.models.upernet import UperNet
 from densefeed.objectives import Objectives, build_objective, complete
 from densefeed.objectives.base import Setting
 from densefeed.pipelines.mixing import MixOptions
@@ -65,7 +66,11 @@ class Trained(NamedTuple):
 
 
 def open_trained(
-    path: Path, weights: Weights = "ema", model_name: str = "", size: int = 0
+    path: Path,
+    weights: Weights = "ema",
+    model_name: str = "",
+    size: int = 0,
+    segments: bool = False,
 ) -> Trained:
     """Load the model of a checkpoint, of a run folder's `last.pt`, or of an exported folder.
 
@@ -75,6 +80,7 @@ def open_trained(
         model_name: timm's name, for checkpoints that do not contain it. Their classes get the names
             of the ImageNet set with that number of classes, if there is one.
         size: side of the input, pixels; 0: the size that the model was trained at.
+        segments: whether a model that gives logits of pixels will do.
 
     Raises UserError.
     """
@@ -82,6 +88,11 @@ def open_trained(
     if size < 0:
         raise UserError(f"--size is {size}, and must be a number of pixels")
     model, checkpoint = checkpoints.build(path, model_name)
+    if isinstance(model, UperNet) and not segments:
+        raise UserError(
+            f"{path} holds a segmentation network, which classifies pixels and not images; its "
+            "run folder has its metrics, and densefeed export and label read it"
+        )
     facts = checkpoints.read_facts(checkpoint, path)
     if not any(checkpoint.get(key) for key in checkpoints.AVERAGED):
         weights = "raw"

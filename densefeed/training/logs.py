@@ -31,6 +31,8 @@ from densefeed.training.setup import Run, import_wandb
 Values = dict[str, float]
 # Bytes of a line of metrics.jsonl. A training writes about 250.
 LONGEST = 2**16
+# Metrics by which checkpoints are rated, and their names in messages.
+RATED = {"top1": "top-1", "miou": "mIoU"}
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 # Beyond all numbers of a record, which are float32: larger ones overflow in a page's curves.
 MOST = 2.0**128
@@ -165,7 +167,7 @@ def parse_record(line: bytes) -> dict:
         value = record[name]
         if not is_number(value) or abs(value) >= MOST:
             raise ValueError(f"{name!r} is not a number, or beyond float32")
-        if name.startswith(("top1", "top5")) and not 0 <= value <= 1:
+        if name.startswith((*RATED, "top5")) and not 0 <= value <= 1:
             raise ValueError(f"{name!r} is {value:g}, but a share is from 0 to 1")
     return record
 
@@ -250,9 +252,11 @@ def describe_run(run: Run) -> str:
 
 
 def describe_accuracy(result: dict) -> str:
-    """Name the top-1 of an evaluation, and that of the EMA, if there is one."""
-    ema = f", EMA {100 * result['top1_ema']:.1f} %" if "top1_ema" in result else ""
-    return f"top-1 {100 * result['top1']:.1f} %{ema}"
+    """Name the metric that rates an evaluation, and that of the EMA, if there is one."""
+    name = next(name for name in RATED if name in result)
+    average = result.get(f"{name}_ema")
+    ema = f", EMA {100 * average:.1f} %" if average is not None else ""
+    return f"{RATED[name]} {100 * result[name]:.1f} %{ema}"
 
 
 def describe_result(result: dict) -> str:

@@ -26,17 +26,20 @@ from densefeed.system.terminal import print
 
 # Names of the files that a run writes. Other names, such as step-notes.pt, belong to the user.
 FILE = re.compile(r"step-\d{8,}\.pt")
-# What the manifest says of each.
-ENTRY = {"file", "step", "sha256", "top1"}
+# What the manifest says of each, beside the metric that rates it.
+ENTRY = {"file", "step", "sha256"}
 # Their temporary names, which killed processes leave.
 PART = re.compile(r"(step-\d{8,}\.pt|manifest\.json)\.\d+\.part")
 
 
 class Checkpoints:
-    """The checkpoints of the run folder `out`, which keeps the newest `keep` and the best."""
+    """The checkpoints of the run folder `out`, which keeps the newest `keep` and the best.
 
-    def __init__(self, out: Path, keep: int) -> None:
-        self.out, self.folder, self.keep = out, out / "checkpoints", keep
+    The best is that with the highest metric `rated`.
+    """
+
+    def __init__(self, out: Path, keep: int, rated: str = "top1") -> None:
+        self.out, self.folder, self.keep, self.rated_by = out, out / "checkpoints", keep, rated
         self.manifest = self.folder / checkpoints.MANIFEST
         # File names that `newest` skipped. `save` drops them, so that a damaged file never counts
         # as one of those to keep.
@@ -54,30 +57,32 @@ class Checkpoints:
         # steps are repeated, so they are dropped.
         older = [e for e in self._entries() if e["step"] < step and e["file"] not in self._damaged]
         # Every later checkpoint holds the accuracies too, in case the manifest is lost.
-        state = state | {"accuracies": {e["file"]: e["top1"] for e in older}}
+        state = state | {"accuracies": {e["file"]: e[self.rated_by] for e in older}}
         # On a full disk a Python file raises OSError, where torch's own writer only fails an
         # assertion.
         with replace_file(path) as part:
             with open(part, "wb") as file:
                 torch.save(state, file)
-            entry = {"file": path.name, "step": step, "sha256": sha256(part), "top1": None}
+            entry = {"file": path.name, "step": step, "sha256": sha256(part), self.rated_by: None}
         self._update([*older, entry])
 
-    def rate(self, step: int, top1: float) -> None:
-        """Store the accuracy of the checkpoint of `step` in the manifest.
+    def rate(self, step: int, value: float) -> None:
+        """Store the metric of the checkpoint of `step` in the manifest.
 
         The file does not change, so its hash is valid at any time.
         """
-        self._update([e | {"top1": top1} if e["step"] == step else e for e in self._entries()])
+        rated = {self.rated_by: value}
+        self._update([e | rated if e["step"] == step else e for e in self._entries()])
 
     def rated(self, step: int) -> bool:
-        """Return whether the accuracy after `step` is stored."""
-        return any(entry["step"] == step and entry["top1"] is not None for entry in self._entries())
+        """Return whether the metric after `step` is stored."""
+        entries, rated = self._entries(), self.rated_by
+        return any(entry["step"] == step and entry[rated] is not None for entry in entries)
 
     def _update(self, entries: list[dict]) -> None:
         """Write the manifest, set the links, delete old files."""
-        evaluated = [e for e in entries if e["top1"] is not None]
-        best = max(evaluated, key=lambda e: e["top1"], default=None)
+        evaluated = [e for e in entries if e[self.rated_by] is not None]
+        best = max(evaluated, key=lambda e: e[self.rated_by], default=None)
         kept = [e for e in entries if e in entries[-self.keep :] or e is best]
         write_json(self.manifest, kept)
         # Before old files are deleted, so that a link never leads nowhere.
@@ -129,7 +134,8 @@ class Checkpoints:
         why = f"{self.manifest} does not exist"
         try:
             entries = read_json(self.manifest, "using the checkpoint files in its folder", list)
-            if entries and all(isinstance(e, dict) and e.keys() >= ENTRY for e in entries):
+            wanted = ENTRY | {self.rated_by}
+            if entries and all(isinstance(e, dict) and e.keys() >= wanted for e in entries):
                 return entries
             why = f"{self.manifest} is not a manifest of checkpoints"
         except FileNotFoundError:
@@ -146,7 +152,7 @@ class Checkpoints:
                 entries.append({"file": path.name, "step": step, "sha256": sha256(path)})
             except (checkpoints.CheckpointError, OSError) as error:
                 self._skip(path.name, error)
-        return [entry | {"top1": accuracies.get(entry["file"])} for entry in entries]
+        return [entry | {self.rated_by: accuracies.get(entry["file"])} for entry in entries]
 
     def _link(self, name: str, path: Path) -> None:
         """Link OUT/name to `path`, atomically."""

@@ -35,6 +35,7 @@ from densefeed.system.terminal import print
 from densefeed.training.build import autocast_dtype, build_model
 from densefeed.training.compile import can_capture
 from densefeed.training.config import Config, ModelOptions, OptimOptions, RunOptions, check_same_run
+from densefeed.training.evaluation import find_evaluation
 from densefeed.training.optimizers import FUSED
 from densefeed.training.ranks import ALONE, Ranks
 from densefeed.training.run_checkpoints import Checkpoints
@@ -109,14 +110,14 @@ def setup_run(config: Config, ranks: Ranks) -> Run:
     # Found before the training set is opened, which may take minutes.
     data.locate("evaluate")
     config.augment.check_operations()
-    kept = Checkpoints(out, config.run.keep)
+    objective = build_objective(config.setting)
+    kept = Checkpoints(out, config.run.keep, find_evaluation(objective).rated)
     checkpoint = find_checkpoint(config.run, kept, ranks)
     if checkpoint:
         check_same_run(config, checkpoint["config"])
     # A resumed run keeps its forward passes where it can.
     optim = divide_batch(config.optim, ranks, checkpoint["microbatch"] if checkpoint else 0)
     config = replace(config, optim=optim, run=choose_compile(config.run, ranks))
-    objective = build_objective(config.setting)
     if config.model.frozen_statistics:
         check_frozen(objective)
     loader = open_loader(data, optim, config.run.seed, objective, "train", ranks)
@@ -212,6 +213,7 @@ def open_loader(
         rank=ranks.rank,
         ranks=ranks.size,
         maps=objective.needs_score_maps,
+        masks=objective.needs_masks,
         device=ranks.device,
         beside=beside,
     )

@@ -1,5 +1,6 @@
-"""Folders of images with hard masks: three layouts, what they hold, what is refused."""
+"""Folders of images with hard masks: four layouts, what they hold, what is refused."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from torchvision.transforms import v2
 
 import densefeed
 from densefeed import MaskFolder, UserError
+from densefeed.storage.images import Images, SplitOptions
 
 NAMES = [f"c{number}" for number in range(5)]
 RNG = np.random.default_rng(0)
@@ -169,3 +171,59 @@ def test_outside_images_with_masks_are_labeled_and_trained_on(plain, tmp_path):
     loss.backward()
     torch.testing.assert_close(loss.item(), np.log(5), rtol=1e-5, atol=0)
     assert logits.grad.abs().sum() > 0
+
+
+def write_scenes(root):
+    """Two scenes of 4 x 6 pixels with objects of two of three classes, and one of val."""
+    shown = {
+        "train/cat/a.jpg": ["cat", "ant"],
+        "train/ant/b.jpg": ["ant"],
+        "val/bee/c.jpg": ["bee"],
+    }
+    for name, classes in shown.items():
+        mask = np.zeros((4, 6), np.uint8)
+        mask[:, : len(classes)] = range(1, len(classes) + 1)
+        save(root / name, np.zeros((4, 6, 3), np.uint8))
+        save((root / "masks" / name).with_suffix(".png"), mask)
+    scenes = {name: [{"class": each} for each in found] for name, found in shown.items()}
+    (root / "boxes.json").write_text(json.dumps({"scenes": scenes}))
+    return scenes
+
+
+def test_outside_masks_of_scenes_have_the_classes_of_their_objects(tmp_path):
+    scenes = write_scenes(tmp_path)
+    data = MaskFolder(tmp_path)
+    assert (
+        data.classes == MaskFolder(tmp_path, "val").classes == ["background", "ant", "bee", "cat"]
+    )
+    # In the order of the paths: b of ants, then a with a cat and an ant.
+    assert data.mask(0).tolist() == [[1, 0, 0, 0, 0, 0]] * 4
+    assert data.mask(1).tolist() == [[3, 1, 0, 0, 0, 0]] * 4
+    (tmp_path / "masks/train/cat/a.png").unlink()
+    assert MaskFolder(tmp_path).mask(1).shape == (0, 0)
+    with pytest.raises(UserError, match="lists no scenes of the split test; give another"):
+        MaskFolder(tmp_path, "test")
+    scenes["held-out/x/d.jpg"] = [{"class": "cow"}]
+    (tmp_path / "boxes.json").write_text(json.dumps({"scenes": scenes}))
+    with pytest.raises(UserError, match=r"of a class that train and val lack \(cow\); give one"):
+        MaskFolder(tmp_path, "held-out")
+    save(tmp_path / "masks/train/ant/b.png", np.full((4, 6), 2, np.uint8))
+    with pytest.raises(UserError, match=r"b.png has more objects than boxes.json lists; make"):
+        MaskFolder(tmp_path).mask(0)
+    (tmp_path / "boxes.json").write_text('{"scenes": [1]}')
+    with pytest.raises(UserError, match="does not list the objects of scenes; make the scenes"):
+        MaskFolder(tmp_path)
+
+
+def test_outside_commands_read_folders_of_masks(tmp_path):
+    """Labels are 0 whatever the masks, so that maps stay valid; a part keeps its masks."""
+    write_scenes(tmp_path)
+    images = Images(tmp_path, "masks", "train")
+    assert (images.labels.tolist(), images.class_names[3]) == ([0, 0], "cat")
+    before = images.fingerprint()
+    (tmp_path / "masks/train/cat/a.png").unlink()
+    assert Images(tmp_path, "masks", "train").fingerprint() == before
+    part = Images(tmp_path, "masks", "train", division=SplitOptions(val_fraction=0.5, val_seed=0))
+    assert part.masks.mask(int(part.rows[0])).shape in ((4, 6), (0, 0))
+    with pytest.raises(UserError, match="--dataset masks/x: the layout has no names"):
+        Images(tmp_path, "masks/x", "train")

@@ -106,6 +106,28 @@ def assert_alike(one: Path, other: Path, rel: float = SUMMED) -> None:
         )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["segment", "segment-soft"])
+def test_outside_segmentation_on_two_ranks_has_the_losses_of_one(
+    segments, tmp_path, run, alone, objective
+):
+    """With equal microbatches; of the evaluation only the number of images is equal.
+
+    Running statistics of BatchNorm are averaged over ranks, and not updated by one after the other.
+    """
+    fields = dict(objective=objective, microbatch=2, zoom_out=0.5, sync_batchnorm=False)
+    alone(tmp_path / "one", segments(tmp_path / "alone", **fields))
+    run(tmp_path / "two", segments(tmp_path / "both", **fields))
+    names = "loss", "grad_norm"
+    one, two = (read_metrics(tmp_path / out, "train", *names) for out in ("alone", "both"))
+    assert len(one) == 8
+    # Eight updates of AdamW, not the four of SUMMED.
+    assert two == [pytest.approx(line, rel=1e-3) for line in one]
+    assert two[0] == pytest.approx(one[0], rel=SUMMED)
+    seen = [read_metrics(tmp_path / out, "val", "images") for out in ("alone", "both")]
+    assert seen[0] == seen[1] == [(4, 5), (8, 5)]
+
+
 CASES = {
     # Batch statistics, drop-path and the weight of tokens without labels belong to a microbatch, so
     # they are equal if microbatches are.

@@ -33,8 +33,10 @@ from densefeed.pipelines.augment.groups import apply_group, apply_rows
 from densefeed.pipelines.augment.settings import Augment
 from densefeed.pipelines.augment.warp import warp_images
 from densefeed.pipelines.batch import Batch, to_device
+from densefeed.pipelines.masks import sample_masks
 from densefeed.pipelines.philox import philox
 from densefeed.pipelines.plan import NOISE, EpochPlan
+from densefeed.system.devices import send
 
 
 class Normalize(torch.nn.Module):
@@ -120,7 +122,8 @@ class Augmentation(torch.nn.Module):
         """
         image, view = (self._fused if fused.can_run(batch.image) else self._plain)(batch, choice)
         aligned = batch.axis_aligned and not self.shears
-        return batch._replace(image=image, view=view, axis_aligned=aligned)
+        mask = warp_masks(batch, choice)
+        return batch._replace(image=image, view=view, mask=mask, axis_aligned=aligned)
 
     def crops(self, batch: Batch, choice: AugmentPlan) -> Tensor:
         """Return the augmented crops before normalization and erasing: uint8 `[N, H, W, 3]`."""
@@ -179,6 +182,16 @@ def compose_views(batch: Batch, choice: AugmentPlan) -> Tensor:
     composed = (view[:, :, :2, None] * matrix[:, None]).sum(2)
     composed[:, :, 2] += view[:, :, 2]
     return batch.view.index_copy(0, choice.warp_row, composed)
+
+
+def warp_masks(batch: Batch, choice: AugmentPlan) -> Tensor | None:
+    """Return the batch's hard masks after the warp; pixels that show fill are unlabeled."""
+    if batch.mask is None or not len(choice.warp_row):
+        return batch.mask
+    row, matrix = (send(part, batch.mask.device) for part in (choice.warp_row, choice.matrix))
+    mask = batch.mask.index_select(0, row)
+    warped = sample_masks(mask, matrix, tuple(mask.shape[1:])).to(mask.dtype)
+    return batch.mask.index_copy(0, row, warped)
 
 
 def augment_batches(

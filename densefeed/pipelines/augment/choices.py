@@ -32,7 +32,7 @@ from densefeed.pipelines.augment.settings import (
     make_matrix,
     make_tables,
 )
-from densefeed.pipelines.plan import AUGMENT, ERASE, JITTER, OPERATION, SHIFT, EpochPlan
+from densefeed.pipelines.plan import AUGMENT, ERASE, JITTER, OPERATION, SHIFT, ZOOM, EpochPlan
 from densefeed.system.devices import send
 
 # N samples   L operations per sample at most   R operations of a batch   M warped samples
@@ -145,6 +145,13 @@ class Chooser:
                 # By operations of its own, for its color is not the warp's.
                 codes = np.tile([CODES["ShiftX"], CODES["ShiftY"]], (len(index_N), 1))
                 layers, last_N = [(codes, shift_N33[:, :2, 2]), *layers], last_N + 2
+        if self.augment.zoom_out < 1:
+            # Last of the geometric operations, in an empty layer before the photometric ones.
+            zoom_N33, zoomed_N = self._draw_zooms(draw, height, width)
+            matrix_N33, shown_N33 = matrix_N33 @ zoom_N33, shown_N33 @ zoom_N33
+            empty = np.full((len(index_N), 1), -1), np.zeros((len(index_N), 1))
+            layers.append(empty)
+            last_N = np.where(zoomed_N, sum(code.shape[1] for code, _ in layers) - 1, last_N)
         if any(self.augment.jitter):
             layers.append(self._jitter(draw))
         for number, name in enumerate(self.augment.operations):
@@ -256,6 +263,21 @@ class Chooser:
         matrix_N33 = np.tile(np.eye(3), (drawn.shape[1], 1, 1))
         matrix_N33[:, :2, 2] = np.floor((2 * self.augment.shift + 1) * drawn.T) - self.augment.shift
         return matrix_N33
+
+    def _draw_zooms(self, draw: Draw, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Draw zooms out, uniform from `zoom_out` to 1, for a third of the samples.
+
+        A third as of scales that are uniform from 0.5 to 2. The crop lies anywhere in its input.
+        Returns float64 `[N, 3, 3]`, and which samples have one, bool `[N]`.
+        """
+        drawn, least = draw(ZOOM, range(4)), self.augment.zoom_out
+        zoomed_N = drawn[0] < 1 / 3
+        scale_N = np.where(zoomed_N, least + (1 - least) * drawn[1], 1)
+        matrix_N33 = np.tile(np.eye(3), (len(scale_N), 1, 1))
+        matrix_N33[:, 0, 0] = matrix_N33[:, 1, 1] = 1 / scale_N
+        free_N2 = (1 - 1 / scale_N)[:, None] * (width, height)
+        matrix_N33[:, :2, 2] = free_N2 * drawn[2:].T
+        return matrix_N33, zoomed_N
 
     def _choose_operations(self, draw: Draw, drawn_LN: np.ndarray) -> np.ndarray:
         """Choose the operations of each layer, as indices of `names`: int64 `[L, N]`."""

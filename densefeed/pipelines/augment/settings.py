@@ -7,7 +7,7 @@ RandAugment's string; arguments follow the formulas of timm/data/auto_augment.py
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 from timm.data.auto_augment import rand_augment_transform
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from densefeed.pipelines.augment.operations import OPERATIONS
 from densefeed.system.errors import UserError
-from densefeed.system.options import Fraction, NonNegativeInt, Numbers, Options, Texts
+from densefeed.system.options import Bounds, Fraction, NonNegativeInt, Numbers, Options, Texts
 
 # N samples   R operations of a batch
 
@@ -80,6 +80,9 @@ class Augment(Options):
     # color beyond the shifted crop: the mean, or black as in torchvision's RandomCrop, which is
     # then done before all other operations and not composed with them
     shift_border: Literal["mean", "black"] = "mean"
+    # smallest scale of a zoom out, which a third of the crops get, with the mean color around them;
+    # 1: none; segmentation's scales of 0.5 to 2 are this and --crop-scale 0.25 1
+    zoom_out: Annotated[float, Bounds(0.1, 1)] = 1.0
     # of random erasing (timm's reprob): a box of 2 to 33 % of the image is filled with noise
     erase_probability: Fraction = 0.0
 

@@ -1,0 +1,185 @@
+"""UperNet (arXiv 1807.10221) on a classifier's blocks: logits of all pixels.
+
+The decoder is that of transformers (extra `segment`). Its maps are, of a pyramid as Swin, the
+outputs of all stages, each with a norm of its own (Swin, section 4.3). Of a plain transformer they
+are outputs of four blocks, three apart, resampled to 4, 8, 16 and 16 pixels a cell as LV-ViT's
+segmentation does it: transposed convolution of 4 x 4 and of 2 x 2, nothing, and 2,048 channels,
+each with a convolution of 1 x 1, BatchNorm and ReLU.
+"""
+
+import inspect
+from typing import NamedTuple
+
+import timm
+from timm.models import register_model
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from densefeed.system.errors import UserError, install_extra
+
+# N images   K classes   D width   H, W pixels   h, w cells
+
+# Channels of the last map of a plain transformer; of a small one six times its width.
+LAST = 2048
+
+
+class PixelLogits(NamedTuple):
+    """What a segmentation network returns in training."""
+
+    logits: Tensor  # [N, K, H, W]
+    auxiliary: Tensor | None  # those of the auxiliary head, likewise
+
+
+class MapNorm(nn.LayerNorm):
+    """LayerNorm over the channels of maps `[N, D, h, w]`."""
+
+    def forward(self, x_NDhw: Tensor) -> Tensor:
+        return super().forward(x_NDhw.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+def make_branch(width: int, channels: int, scale: int) -> nn.Sequential:
+    """Make a branch that multiplies the sides of a plain transformer's map by `scale`."""
+    layers = [nn.Conv2d(width, channels, 1), nn.BatchNorm2d(channels), nn.ReLU()]
+    if scale > 1:
+        larger = nn.ConvTranspose2d(width, width, scale, scale)
+        layers = [larger, nn.BatchNorm2d(width), nn.ReLU(), *layers]
+    return nn.Sequential(*layers)
+
+
+class UperNet(nn.Module):
+    """A decoder on a backbone: images `[N, 3, H, W]` to logits `[N, K, H, W]`.
+
+    In training it returns `PixelLogits`.
+
+    Args:
+        backbone: timm's name of a classifier with `forward_intermediates`, which gets `kwargs`.
+        decoder_width: channels of the decoder.
+        auxiliary: channels of the auxiliary head (FCN) on the last map but one; 0: none.
+
+    Raises UserError without transformers, AttributeError for a backbone without maps.
+    """
+
+    def __init__(
+        self,
+        backbone: str = "swin_tiny_patch4_window7_224",
+        num_classes: int = 150,
+        decoder_width: int = 512,
+        auxiliary: int = 256,
+        **kwargs,
+    ) -> None:
+        super().__init__()
+        try:
+            # Four seconds, which no other model should wait for.
+            from transformers import UperNetConfig
+            from transformers.models.upernet.modeling_upernet import UperNetFCNHead, UperNetHead
+        except ImportError as error:
+            raise UserError(
+                f"upernet needs the package transformers; {install_extra('segment')}"
+            ) from error
+        # Its stages take maps of any size, padded to whole windows.
+        strict = {"strict_img_size": False} if backbone.startswith("swin_") else {}
+        self.backbone = timm.create_model(backbone, num_classes=0, **strict, **kwargs)
+        self.pretrained_cfg = self.backbone.pretrained_cfg | {
+            "architecture": "upernet",
+            "classifier": ("decoder.classifier", *["auxiliary.classifier"] * bool(auxiliary)),
+        }
+        self.num_classes, info = num_classes, self.backbone.feature_info
+        # timm's config of an export states it.
+        self.num_features = self.backbone.num_features
+        widths = [layer["num_chs"] for layer in info]
+        last, apart = len(info) - 1, max(1, min(3, len(info) // 4))
+        if plain := len({layer["reduction"] for layer in info}) == 1:
+            D, self.taken = widths[-1], list(range(last % apart, len(info), apart))[-4:]
+            channels = [*[D] * (len(self.taken) - 1), min(LAST, 6 * D)]
+            # A smaller network has its finest maps too.
+            scales = zip(channels, (4, 2, 1, 1), strict=False)
+            self.branches = nn.ModuleList(make_branch(D, C, scale) for C, scale in scales)
+        else:
+            self.taken = list(range(len(info)))[-4:]
+            channels = [widths[layer] for layer in self.taken]
+            self.branches = nn.ModuleList(MapNorm(C) for C in channels)
+        # Weights without a gradient would stop DistributedDataParallel.
+        self.backbone.prune_intermediate_layers(self.taken, prune_norm=True, prune_head=True)
+        sizes = {"num_labels": num_classes, "hidden_size": decoder_width}
+        config = UperNetConfig(**sizes, auxiliary_channels=auxiliary)
+        self.decoder = UperNetHead(config, channels)
+        index = len(channels) - 2
+        self.auxiliary = UperNetFCNHead(config, channels, index) if auxiliary else None
+        for part in (self.branches if plain else None, self.decoder, self.auxiliary):
+            if part is not None:
+                part.apply(init_convolution)
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the backbone's exceptions, for timm's grouping."""
+        own = getattr(self.backbone, "no_weight_decay", set)()
+        return {f"backbone.{name}" for name in own}
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Let the backbone recompute activations in the backward pass."""
+        self.backbone.set_grad_checkpointing(enable)
+
+    def forward(self, image_NCHW: Tensor) -> Tensor | PixelLogits:
+        if self.training and len(image_NCHW) == 1:
+            raise UserError(
+                "the decoder normalizes one pooled cell an image over the images of a forward pass,"
+                " which needs two; give a larger --batch or --microbatch, or fewer ranks"
+            )
+        maps = self.backbone.forward_intermediates(
+            image_NCHW, indices=self.taken, intermediates_only=True
+        )
+        maps = [branch(x) for branch, x in zip(self.branches, maps, strict=True)]
+        size = tuple(image_NCHW.shape[2:])
+        logits = resize(self.decoder(maps), size)
+        if not self.training:
+            return logits
+        return PixelLogits(logits, resize(self.auxiliary(maps), size) if self.auxiliary else None)
+
+
+def resize(logits_NKhw: Tensor, size: tuple[int, int]) -> Tensor:
+    """Resize logits bilinearly to `size`."""
+    return F.interpolate(logits_NKhw, size, mode="bilinear")
+
+
+def init_convolution(module: nn.Module) -> None:
+    """Initialize a convolution as OpenMMLab's modules do: normal, fan out; classifiers of 0.01."""
+    if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
+        nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    if isinstance(getattr(module, "classifier", None), nn.Conv2d):
+        nn.init.normal_(module.classifier.weight, std=0.01)
+
+
+def checkpoint_filter_fn(weights: dict[str, Tensor], model: UperNet) -> dict[str, Tensor]:
+    """Return weights by the names of `model`; those of a classifier become its backbone's.
+
+    Heads and final norm of the classifier are left out, and the decoder keeps its initial weights.
+    """
+    if any(name.startswith("decoder.") for name in weights):
+        return weights
+    backbone, heads = model.backbone, model.pretrained_cfg["classifier"]
+    adapt = getattr(inspect.getmodule(type(backbone)), "checkpoint_filter_fn", None)
+    taken = adapt(weights, backbone) if adapt else weights
+    here = {name.partition(".")[0] for name in backbone.state_dict()}
+    own = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if not name.startswith("backbone.") and name.rpartition(".")[0] not in heads
+    }
+    return own | {
+        f"backbone.{name}": tensor
+        for name, tensor in taken.items()
+        if name.partition(".")[0] in here
+    }
+
+
+@register_model
+def upernet(
+    pretrained: bool = False,
+    pretrained_cfg: dict | None = None,
+    pretrained_cfg_overlay: dict | None = None,
+    cache_dir: str | None = None,
+    **kwargs,
+) -> UperNet:
+    """Build UperNet; timm passes the first four arguments to all models."""
+    return UperNet(**kwargs)

@@ -353,17 +353,10 @@ OTHERS = (
     ),
 )
 # Each by itself, beside `step-captured`: what is not faster is to be removed.
-DROP_PATH = "drop-path"
 WITH_LEVERS = (
     *(
         Stage(f"lever-{name}", 90, STEP + f"--modes captured --levers {name}", SMALL_STEP, CAPTURED)
         for name in LEVERS
-        if name != DROP_PATH
-    ),
-    # As in a recipe; the first one has the plain form.
-    *(
-        Stage(name, 90, STEP + f"--modes captured --drop-path 0.1 {more}", SMALL_STEP, CAPTURED)
-        for name, more in (("step-drop-path", ""), (f"lever-{DROP_PATH}", f"--levers {DROP_PATH}"))
     ),
     Stage(
         "levers",

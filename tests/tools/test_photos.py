@@ -142,9 +142,7 @@ def test_outside_missing_weights_are_noticed_before_scenes_are_made(tmp_path, mo
 def test_outside_damaged_numbers_of_the_audit_are_named(tmp_path):
     finish(tmp_path, ("ce",))
     (tmp_path / "audit.json").write_text("{")
-    with pytest.raises(
-        UserError, match=r"audit.json .*; remove it, and run the same"
-    ):
+    with pytest.raises(UserError, match=r"audit.json .*; remove it, and run the same"):
         main(Photos(out=tmp_path, students=("ce",)))
 
 

@@ -17,7 +17,6 @@ from densefeed.models.kernels import (
     packed_attention,
     shared_gelu,
     space_to_depth,
-    window_drop_path,
 )
 from densefeed.system.errors import UserError
 
@@ -28,7 +27,6 @@ LEVERS: dict[str, Callable[[nn.Module], None]] = {
     "gelu": shared_gelu.use,
     "add-norm": add_norm.use,
     "norm-relu": norm_relu.use,
-    "drop-path": window_drop_path.use,
 }
 
 

@@ -18,8 +18,9 @@ import densefeed
 PAGE = Path(__file__).parent / "reference" / "api.md"
 INTRODUCTION = """# Python API
 
-The public names of `densefeed`, and the classes that its functions return. Everything else may
-change without notice. `python docs/api.py` writes this page from signatures and docstrings.
+The public names of `densefeed`, and the classes that its functions return. Everything else, but
+what the guides import, may change without notice. `python docs/api.py` writes this page from
+signatures and docstrings.
 
 | name | what it is or does |
 |---|---|

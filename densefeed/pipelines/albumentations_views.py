@@ -41,7 +41,8 @@ def follow(image: np.ndarray, result: Mapping[str, Any]) -> View:
         image: what the pipeline received, `[H, W, C]`.
         result: what it returned. The image in it is an array, or a tensor `[C, h, w]`.
 
-    Raises UserError for a transform that is not affine or not known, and for other records.
+    Raises UserError for a transform that is not affine or not known, and for other records. Leave
+    out OneOrOther and SelectiveChannelTransform: Albumentations records nothing of what they do.
     """
     if "applied_transforms" not in result:
         raise UserError(

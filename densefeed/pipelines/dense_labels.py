@@ -136,7 +136,7 @@ class StoredLabels:
             ids: the images, see `find_rows`.
             view: `[N, 2, 3]`, takes a point (x, y, 1) of the network's input to one of the stored
                 image, both from (0, 0) at the top-left corner to (1, 1); or collated
-                `densefeed.View`s, `[N, 2, 6]`.
+                `densefeed.View`s, `[N, 2, 6]`, which also know what a shift or rotation filled.
             grid: tokens along a side of the input, or (rows, columns); 1 is the class token. Of a
                 list of these the maps are read once, and a list is returned.
             rules: smoothing, temperature, geometry and what counts outside.

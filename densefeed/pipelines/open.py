@@ -239,6 +239,11 @@ def open_either(path: Path, *arguments: Any, **which: Any) -> Source:
 
 def check_packed(path: Path | ObjectURL, dataset: str, division: SplitOptions) -> None:
     """Raise UserError if packed images are to be divided, or to be found by a dataset's name."""
+    if dataset and not isinstance(dataset, str):
+        raise UserError(
+            "a dataset object is read with loader='folder', and --loader ffcv reads packed files; "
+            "pack it, or leave out the loader"
+        )
     if dataset:
         raise UserError(
             f"{path} is packed, and --dataset {dataset} names what a folder holds; leave it out"

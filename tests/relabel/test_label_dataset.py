@@ -385,3 +385,9 @@ def test_outside_a_wrong_dataset_ends_with_one_sentence(words, tmp_path, command
     assert done.returncode == 2
     assert [message in line for line in find_errors(done)] == [True], done.stderr
     assert not (tmp_path / "maps.h5").exists()
+
+
+def test_outside_a_loader_of_packed_files_refuses_a_dataset_object(photos):
+    """It named the object's address, and said that it is packed."""
+    with pytest.raises(UserError, match=r"^a dataset object is read with loader='folder'"):
+        densefeed.open_loader(ImageFolder(photos), batch=4, size=32, loader="ffcv")

@@ -31,8 +31,10 @@ class FlowOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.seeds or min(self.seeds) < 0:
-            raise UserError("--seeds needs at least one seed, and none below 0")
+        if not self.seeds:
+            raise UserError("--seeds names no seed; give at least one")
+        if min(self.seeds) < 0:
+            raise UserError(f"--seeds has {min(self.seeds)}; give no seed below 0")
         if self.epochs is not None and self.epochs < 1:
             raise UserError(f"--epochs is {self.epochs}; train at least one epoch")
 

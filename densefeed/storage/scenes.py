@@ -6,6 +6,7 @@ label's and the largest. An object has a `class`, which is a name, and a `box`: 
 bottom] in pixels. `license`, if it is there, is that of the pictures.
 """
 
+import csv
 import io
 import json
 from collections.abc import Sequence
@@ -16,12 +17,41 @@ from numpy.random import Generator
 from PIL import Image
 
 from densefeed.storage.images import decode
+from densefeed.system.commands import PACKAGE
 from densefeed.system.errors import UserError, first_line, install_extra
 
 BOXES = "boxes.json"
 # Folder of masks beside it: `masks/<path of the image>.png`, 0 for the background and i + 1 for the
 # i-th object.
 MASKS = "masks"
+# Splits of photo scenes.
+TRAIN, VAL, HELD_OUT = SPLITS = "train", "val", "held-out"
+# Cut-outs of photo scenes in Debian's package: file, class (empty: held out) and group of each.
+CUTOUTS = PACKAGE / "recipes/photo_cutouts.csv"
+
+
+def list_cutouts() -> list[dict[str, str]]:
+    """Return file, class and group of each cut-out of the packages."""
+    with open(CUTOUTS, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def count_classes() -> tuple[int, int]:
+    """Return the numbers of classes and of held-out groups of the packages' cut-outs."""
+    rows = list_cutouts()
+    classes = {row["class"] for row in rows} - {""}
+    return len(classes), len({row["group"] for row in rows if not row["class"]})
+
+
+def check_counts(counts: dict[str, int], classes: int, groups: int) -> None:
+    """Raise UserError if the scenes of a split are fewer than its classes, or `groups`."""
+    for split, count in counts.items():
+        labels = groups if split == HELD_OUT else classes
+        if count < labels:
+            raise UserError(
+                f"--{split} {count} leaves some of the {labels} classes of this split without a "
+                f"scene; give at least {labels}"
+            )
 
 
 def load_photographs(names: Sequence[str]) -> list[Image.Image]:

@@ -35,12 +35,11 @@ from densefeed.recipes.flow import (
     run_step,
     train_model,
 )
-from densefeed.storage.scenes import BOXES
+from densefeed.storage.scenes import BOXES, check_counts, count_classes
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.json_files import check_number, read_json
 from densefeed.system.options import Count, NonNegativeInt, Texts
 from densefeed.system.terminal import print, print_table
-from densefeed.tools.make_photo_scenes import PhotoScenes, check_counts
 
 TEACHER = "densefeed.models.efficientnet_lite:lite2"
 # With 10 x 10 cells for scenes of 320 x 240 pixels.
@@ -102,8 +101,10 @@ def main(options: Photos) -> None:
                 f"--students {name}: unknown student; choose from {', '.join(STUDENTS)}"
             )
     # Before the folder is begun with numbers that no step takes, or minutes before they are missed.
-    size = {name: getattr(options, name) for name in ("out", "train", "val", "held_out")}
-    check_counts(PhotoScenes(**size, seed=options.scenes_seed))
+    counts = {"train": options.train, "val": options.val, "held-out": options.held_out}
+    if not options.held_out:
+        del counts["held-out"]
+    check_counts(counts, *count_classes())
     if not (options.out / "maps.h5").exists():
         find_weights("lite2")
     kept = {name: getattr(options, name) for name in KEPT}

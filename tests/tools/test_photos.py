@@ -120,7 +120,7 @@ def test_outside_other_options_on_a_begun_folder_are_refused(tmp_path, capsys):
         ({"train": 59}, "--train 59 leaves some of the 60 classes"),
         ({"held_out": 8}, "--held-out 8 leaves some of the 9 classes"),
         ({"epochs": 0}, "--epochs is 0; train at least one epoch"),
-        ({"seeds": (-1,)}, "--seeds needs at least one seed, and none below 0"),
+        ({"seeds": (-1,)}, "--seeds has -1; give no seed below 0"),
     ],
 )
 def test_outside_a_wrong_number_begins_no_folder(tmp_path, monkeypatch, wrong, message):

@@ -74,7 +74,7 @@ class MaskFolder:
         self.root, names = Path(root), None
         # What is subtracted from ids; 0 then is UNLABELED.
         self._first = 0
-        # Of photo scenes the class of each value of a mask.
+        # Photo scenes: the class of each value of a mask.
         self._objects: list[list[int]] | None = None
         if (self.root / BOXES).is_file():
             images, masks, names = self._list_scenes(split)

@@ -2,7 +2,7 @@
 
     python tools/gpu_check.py
     python tools/gpu_check.py --only steps --out gpu-check
-    python tools/gpu_check.py --only photographs --pictures pictures --work /tmp/work
+    python tools/gpu_check.py --only photographs --pictures pictures --work work
     python tools/gpu_check.py --only step-captured teacher --device cpu --small
 
 Each stage is a process with a time limit of its own, and the next one runs whether it fails or not.

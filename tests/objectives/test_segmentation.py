@@ -155,7 +155,7 @@ def test_masks_follow_their_images(segments, masked, tmp_path, options):
     direct, mask = sample_masks(stored, batch.view[rows], (32, 32)), batch.mask[rows]
     labeled = (mask != -1) & (direct != -1)
     assert labeled.float().mean() > 0.4
-    # Of masks that are sampled twice, pixels at the edges of squares differ.
+    # Pixels at the edges of squares differ in masks that are sampled twice.
     assert (mask == direct)[labeled].float().mean() > 0.97
     if "zoom_out" in options:
         rows = [n for n in range(13) if torch.linalg.det(batch.view[n, :, :2].double()) > 1.05]

@@ -80,7 +80,7 @@ def run(A, steps, seed: int) -> dict:
         result = A.Compose([step], save_applied_params=True, seed=seed)(image=image)
         applied += result["applied_transforms"]
         image = erase_border(result["image"])
-    # Of what is erased the third channel is 0.
+    # The third channel is 0 where pixels are erased.
     rows, columns = np.nonzero(image[..., 2] > 1 - 1e-6)
     some = np.random.default_rng(seed).permutation(len(rows))[:12]
     pixels = [(r, c, *image[r, c, :2]) for r, c in zip(rows[some], columns[some], strict=True)]

@@ -318,7 +318,7 @@ def test_bad_folders_and_numbers_are_refused(folders, scenes, tmp_path, monkeypa
         main(describe(folders, out, backgrounds=None))
     with pytest.raises(UserError, match=r"--val 2 leaves some of the 3 classes .* at least 3"):
         main(describe(folders, out, val=2))
-    # Of the packages' cut-outs before the packages are looked for.
+    # With the packages' cut-outs, before the packages are looked for.
     for split, count, labels in (("train", 59, 60), ("val", 1, 60), ("held_out", 8, 9)):
         wrong = PhotoScenes(out=out, cache=tmp_path / "none", **{split: count})
         with pytest.raises(UserError, match=rf"{count} leaves some of the {labels} classes"):

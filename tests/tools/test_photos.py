@@ -178,7 +178,7 @@ def test_a_small_flow_on_the_packages(tmp_path, command, capsys):
     assert shares["token"]["others"] > shares["crop"]["others"]
     page = (tmp_path / "p/report.html").read_text()
     assert "Third: the crop with its true objects" in page
-    # Of each run, and the scenes beside their masks.
+    # Each run has its own, and the scenes stand beside their masks.
     for name in ("ce", "token-label"):
         found = json.loads((tmp_path / f"p/runs/{name}/held-out.json").read_text())
         assert f'<td class="big">{100 * found["top1"]:.1f} %</td>' in page

@@ -368,7 +368,7 @@ def test_outside_objects_are_drawn_where_their_masks_are(tmp_path):
         assert [entry["name"] for entry in key] == ["dog", "cat"]
         colors = [(0, 0, 0), *(ImageColor.getrgb(entry["ink"]) for entry in key)]
         for y, x in np.ndindex(6 // shrunk, 8 // shrunk):
-            # Of a block of two pixels each way the nearest to its center counts.
+            # The pixel that is nearest to the center of a block counts.
             value = mask[shrunk * y + shrunk // 2, shrunk * x + shrunk // 2]
             want = [int(80 + 0.6 * part + 1e-3) for part in colors[value]]
             assert np.abs(np.array(drawn.getpixel((x, y))) - want).max() <= 1

@@ -13,7 +13,7 @@ from torch import Tensor
 # N images   T tokens   H heads   D width of a head
 
 CHUNK = 64
-# Of e to the base 2, by which gradients are multiplied in the kernels too.
+# log2(e), by which the kernels multiply gradients too.
 LN_2 = 0.6931471805599453
 
 

@@ -270,7 +270,7 @@ class _Begun(NamedTuple):
     decoding: Decoding
     batch: Batch  # without its image
     encoded: Encoded
-    masks: list[Future] = []  # of whole images, if batches carry masks  # noqa: RUF012
+    masks: Sequence[Future] = ()  # of whole images, if batches carry masks
 
 
 class ThreadedLoader:
@@ -507,7 +507,7 @@ class ThreadedLoader:
         # Large tensors are in pinned memory already; this copies the small ones.
         return batch.map_tensors(lambda field: field if field.is_cuda else field.pin_memory())
 
-    def _add_masks(self, batch: Batch, tasks: list[Future], bad: list[int]) -> Batch:
+    def _add_masks(self, batch: Batch, tasks: Sequence[Future], bad: list[int]) -> Batch:
         """Add the masks at the pixels of the crops; append rows whose mask is skipped to `bad`."""
         size, masks = tuple(batch.image.shape[1:3]), []
         for row, task in enumerate(tasks):

@@ -237,8 +237,10 @@ def open_either(path: Path, *arguments: Any, **which: Any) -> Source:
     return (open_folder if is_folder else open_beton)(path, *arguments, **which)
 
 
-def check_packed(path: Path | ObjectURL, dataset: str, division: SplitOptions) -> None:
-    """Raise UserError if packed images are to be divided, or to be found by a dataset's name."""
+def check_packed(
+    path: Path | ObjectURL, dataset: str | DatasetItems, division: SplitOptions
+) -> None:
+    """Raise UserError if packed images are to be divided, or a dataset is given beside them."""
     if dataset and not isinstance(dataset, str):
         raise UserError(
             "a dataset object is read with loader='folder', and --loader ffcv reads packed files; "

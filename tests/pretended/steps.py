@@ -40,7 +40,7 @@ class ConstantLoader:
 
     prepares = True
 
-    def __init__(self, config: Any, images: int) -> None:
+    def __init__(self, config: Any, images: int, masks: bool) -> None:
         import torch
 
         from densefeed.pipelines.batch import Batch, ScoreMapSpec
@@ -59,6 +59,8 @@ class ConstantLoader:
             "map_lse": torch.zeros(cells, dtype=torch.float16),
             "window": torch.tensor([[0.0, 0, 1, 1]]).repeat(images, 1),
         }
+        if masks:
+            self.large["mask"] = torch.zeros(images, size, size, dtype=torch.int16)
         self.large = {name: tensor.pin_memory() for name, tensor in self.large.items()}
         small = {
             "label": torch.zeros(images, dtype=torch.int64),
@@ -103,7 +105,7 @@ class Steps:
             config = replace(config, optim=replace(config.optim, microbatch=config.optim.batch))
         device = choose_device(config.run.device if config.run.device != "auto" else "cuda")
         ranks, objective = Ranks(0, 1, device), build_objective(config.setting)
-        loader = ConstantLoader(config, config.optim.batch)
+        loader = ConstantLoader(config, config.optim.batch, objective.needs_masks)
         model, _ = build_model(config.model, config.data, objective, CLASSES)
         sections = config.model, config.optim, config.run
         self.student = build_trainable(*sections, objective, model, ranks)

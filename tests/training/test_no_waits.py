@@ -108,6 +108,7 @@ def fake_batch(size: int, spec: ScoreMapSpec) -> Batch:
         "map_class": ((*cells, spec.top_k), torch.uint16),
         "map_lse": (cells, torch.float16),
         "window": ((n, 4), torch.float32),
+        "mask": ((n, size, size), torch.int16),
     }
     return Batch(
         **{name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()},

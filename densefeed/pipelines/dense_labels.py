@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -156,16 +157,21 @@ class StoredLabels:
         self,
         ids: Ids,
         view: Tensor,
-        size: Shape,
+        size: int | Shape,
         rules: TargetRules = PLAIN,
         device: torch.device | str | None = None,
     ) -> SoftMasks:
-        """Return the targets of every pixel of crops of `size`, (height, width), for `sparse_loss`.
+        """Return the targets of every pixel of crops of `size` for `sparse_loss`.
 
-        They are those of `targets` with a grid of that size, whose arguments the others are; but
-        they are computed only in the loss, a few rows of pixels at a time.
+        `size` is (height, width), or the side of a square. The targets are those of `targets` with
+        a grid of that size, whose arguments the others are; but they are computed only in the loss,
+        a few rows of pixels at a time.
         """
-        return SoftMasks(self._read(ids, view, rules, device), self._spec, tuple(size), rules)
+        sides = tuple(size) if isinstance(size, list | tuple | torch.Size) else (size, size)
+        if len(sides) != 2 or not all(isinstance(n, Integral) and n > 0 for n in sides):
+            raise UserError(f"size is {size!r}; give the pixels of a side, or (height, width)")
+        batch = self._read(ids, view, rules, device)
+        return SoftMasks(batch, self._spec, (int(sides[0]), int(sides[1])), rules)
 
     def _read(
         self, ids: Ids, view: Tensor, rules: TargetRules, device: torch.device | str | None
@@ -203,7 +209,10 @@ class StoredLabels:
             axis_aligned=aligned,
         )
         try:
-            return batch.to(view.device if device is None else device)
+            placed = batch.to(view.device if device is None else device)
+            if placed.view.is_meta:
+                raise NotImplementedError("tensors of meta have no numbers")
+            return placed
         except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
             if is_out_of_memory(error):
                 raise

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Integral
 from typing import NamedTuple
 
 import numpy as np
@@ -28,17 +29,17 @@ def split_grid(grid: Grid) -> tuple[int, int]:
 
     UserError unless they are numbers of tokens.
     """
-    sides = (grid, grid) if isinstance(grid, int) else grid
+    sides = (grid, grid) if isinstance(grid, Integral) else grid
     # A loop of one's own may give anything.
     if not (
         isinstance(sides, tuple)
         and len(sides) == 2
-        and all(isinstance(side, int) and side > 0 for side in sides)
+        and all(isinstance(side, Integral) and side > 0 for side in sides)
     ):
         raise UserError(
             f"grid is {grid!r}; give the number of tokens along a side, or (rows, columns)"
         )
-    return sides
+    return int(sides[0]), int(sides[1])
 
 
 def token_grid(shape: Shape, patch: int) -> tuple[int, int]:

@@ -101,9 +101,13 @@ class View(tv_tensors.Mask):
     def __torch_function__(
         cls, func: Callable, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Keep `is_pil` where torchvision keeps the class, as in copies; and both in `cuda()`."""
+        """Keep `is_pil` where torchvision keeps the class, as in copies.
+
+        The class is also kept by `cuda()`, and by `stack`: CutMix passes a plain tensor through.
+        """
         output = super().__torch_function__(func, types, args, kwargs)
-        if func is Tensor.cuda:
+        is_batch = func is torch.stack and output.shape[-2:] == (2, 6)
+        if func is Tensor.cuda or is_batch:
             output = output.as_subclass(cls)
         if isinstance(output, View):
             output.is_pil = getattr(args[0], "is_pil", False)

@@ -236,7 +236,7 @@ def score_batches(
             waited = wait_seconds(*windows)
             # On CUDA, `idle_since` measures it on the device.
             speed.images_wait += 0 if cuda else waited
-            scored = work.scorer.begin(pictures, len(ids), work.header.top_k)
+            scored = begin_scoring(work, ids, pictures)
             window_N4 = np.array([window.result() for window in windows], np.float32)
             # The writing thread waits for the device, and this one starts the next batch meanwhile.
             future = writers.submit(write, ids, scored, window_N4)
@@ -252,6 +252,22 @@ def score_batches(
         writers.shutdown()
     speed.seconds = time.perf_counter() - began
     return speed
+
+
+def begin_scoring(work: Pass, ids: np.ndarray, pictures: Tensor) -> Scored:
+    """Begin to score a batch. UserError that names its first image if the teacher fails."""
+    header = work.header
+    images = f"{len(ids):,} images from {name_image(work, ids, 0)} on"
+    with explain_failures(header.teacher, header.input_size, images=images):
+        scored = work.scorer.begin(pictures, len(ids), header.top_k)
+        # A module of the user's own may give any other shape than for its first image.
+        N, *map_shape = scored.shape
+        if map_shape != [header.side, header.side, header.top_k] or N not in (len(ids), work.batch):
+            raise ValueError(
+                f"maps of the shape {[N, *map_shape]}, and those of the first image were "
+                f"{header.side} x {header.side}"
+            )
+    return scored
 
 
 def wait_seconds(*futures: Future) -> float:

@@ -131,6 +131,11 @@ class Scored:
             self.ended = torch.cuda.Event(enable_timing=True)
             self.ended.record()
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the logits that are kept, [N, S, S, k]."""
+        return tuple(self._kept.logit.shape)
+
     def wait_sync(self) -> None:
         """Wait until the numbers are on the host, and the pictures may be overwritten."""
         if self.ended is not None:

@@ -294,11 +294,14 @@ SIZES = re.compile(
 
 
 @contextmanager
-def explain_failures(name: str, size: int, option: str = "input size") -> Iterator[None]:
-    """Explain what the teacher `name` raises at its first image, of `size` pixels, by UserError.
+def explain_failures(
+    name: str, size: int, option: str = "input size", images: str = ""
+) -> Iterator[None]:
+    """Explain what the teacher `name` raises at images of `size` pixels by UserError.
 
-    The cause of the UserError is the teacher's own error, with its traceback. `option` is that of
-    the size. Errors of memory are raised as they are.
+    `images` are named in the message; without any it is the teacher's first image, which may have a
+    size that it does not take. The cause of the UserError is the teacher's own error, with its
+    traceback. `option` is that of the size. Errors of memory are raised as they are.
     """
     try:
         yield
@@ -311,13 +314,13 @@ def explain_failures(name: str, size: int, option: str = "input size") -> Iterat
         problem, bare = first_line(error), isinstance(error, AssertionError) and not str(error)
         # An assertion without a message mostly compares sizes.
         kinds = AssertionError, RuntimeError, ValueError
-        if bare or (isinstance(error, kinds) and SIZES.match(problem)):
+        if not images and (bare or (isinstance(error, kinds) and SIZES.match(problem))):
             raise UserError(
                 f"{name} does not take images of {size} px ({problem}); choose another {option}"
             ) from error
         raise UserError(
-            f"the teacher {name} failed at its first image, of {size} px "
-            f"({type(error).__name__}: {problem}); correct its forward pass"
+            f"the teacher {name} failed at {images or 'its first image'}, of {size} px "
+            f"({f'{type(error).__name__}: {problem}'.rstrip(': ')}); correct its forward pass"
         ) from error
 
 

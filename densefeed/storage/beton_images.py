@@ -32,10 +32,12 @@ def open_images(
     split: str,
     division: SplitOptions = WHOLE,
 ) -> Images:
-    """Open .beton files, the dataset of a factory, or Images with these arguments.
+    """Open .beton files, the dataset of a factory or of timm, or Images with these arguments.
 
     UserError as of these, for no root where one is needed, and for one beside a factory.
     """
+    if isinstance(dataset, str) and dataset.startswith("torch/"):
+        dataset = DatasetItems.create(dataset, root, split)
     if isinstance(dataset, str) and is_factory(dataset):
         if root is not None:
             raise UserError(

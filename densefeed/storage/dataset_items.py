@@ -27,7 +27,7 @@ from densefeed.storage.dataset_names import MOST_CLASSES, check_label, list_some
 from densefeed.storage.datasets import check_labels, describe_classes
 from densefeed.storage.image_shards import IMAGE_COLUMNS
 from densefeed.storage.images import SIZED_FILES, explain, read_encoded, sample_evenly
-from densefeed.system.errors import UserError
+from densefeed.system.errors import UserError, first_line
 from densefeed.system.factories import call_factory
 from densefeed.system.files import open_regular
 from densefeed.system.progress import bar
@@ -74,6 +74,29 @@ class DatasetItems:
     def load(cls, source: str) -> "DatasetItems":
         """Call `package.module:factory` for a dataset. UserError if that fails."""
         return cls(call_factory(source), source)
+
+    @classmethod
+    def create(cls, name: str, root: Any, split: str) -> "DatasetItems":
+        """Create the dataset of torchvision that timm calls torch/NAME, of files below `root`.
+
+        UserError for another name, and for files that are missing or damaged.
+        """
+        if not isinstance(root, Path):
+            raise UserError(f"--dataset {name} is read from a disk; give its folder with --data")
+        # This import takes 1.2 s.
+        from timm.data import create_dataset
+
+        try:
+            return cls(create_dataset(name, root=str(root), split=split), name)
+        except UserError:
+            raise
+        # torchvision has its own errors for each dataset, as of NumPy, tarfile and pickle.
+        except Exception as error:
+            problem = f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
+            raise UserError(
+                f"--dataset {name} cannot be read from {root} ({problem}); check the name and "
+                "--split, and that the files are there as torchvision's download stores them"
+            ) from error
 
     def where(self, index: int) -> str:
         """Name of item `index` for error messages."""

@@ -18,7 +18,7 @@
     masks              images with hard masks, for segmentation (mask_folder.py)
     hfds/NAME          as timm reads it
 
-What package.module:factory makes is read by dataset_items.py.
+What package.module:factory makes, and torch/NAME of timm, is read by dataset_items.py.
 
 Number and names of the classes belong to a dataset, not to a split. Lists whose file names differ
 only in the word for the split (a_train.txt, a_test.txt) are therefore read together for them, so a
@@ -160,10 +160,15 @@ def find(root: Path | ObjectURL, dataset: str, split: str) -> Found:
     kind, _, rest = dataset.partition("/")
     if kind in ("list", "classes") and rest:
         check_file(root, kind, rest)
-    if is_factory(dataset):
+    if is_factory(dataset) or kind == "torch":
         raise UserError(
             f"--dataset {dataset} is labeled, packed and audited, and here files are read; give a "
             ".beton, which `densefeed pack` makes of it, or in Python the dataset to open_loader"
+        )
+    if kind in ("hfids", "tfds", "wds"):
+        raise UserError(
+            f"--dataset {dataset} is a stream, and maps belong to numbered images; give its files, "
+            "as --dataset tar or parquet, or hfds/NAME"
         )
     if dataset and kind not in (*FINDERS, "hfds"):
         raise UserError(

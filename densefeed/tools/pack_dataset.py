@@ -16,9 +16,9 @@ their lists); list/FILE, lines of "path label" or "class/file" (if two lists hav
 only in train and test, as a_train.txt and a_test.txt, both define the classes of each);
 classes/FILE, the class folders that the file names (ImageNet-100); share/10, that percentage of the
 images of every class folder; tar (WebDataset) or parquet (Hugging Face), shards, which are also
-recognized without it; hfds/NAME, read by timm. Or, in place of --data, package.module:factory: a
-function that is called without arguments and returns a dataset with len() and (image, label) for
-[index].
+recognized without it; hfds/NAME and torch/NAME, read by timm. Or, in place of --data,
+package.module:factory: a function that is called without arguments and returns a dataset with len()
+and (image, label) for [index].
 
 JPEGs keep every pixel: they are transcoded losslessly and get an index, so that a crop can be
 decoded without the rest (--no-index keeps their bytes too). Images that are not gray or RGB JPEGs

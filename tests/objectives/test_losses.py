@@ -192,6 +192,17 @@ def test_backward_twice_and_gradients_of_logits_only():
         )[0].sum().backward()
 
 
+def test_outside_a_class_that_the_logits_lack_is_named():
+    """It was an IndexError of gather, which named neither."""
+    targets, _ = random_targets(2, 4, 3, 7)
+    targets = targets._replace(palette=torch.full_like(targets.palette, 6))
+    said = "logits of 5 classes, and targets of class 6; give the model as many classes as the lab"
+    with pytest.raises(ValueError, match=said):
+        sparse_loss(torch.zeros(2, 4, 5), targets)
+    with pytest.raises(ValueError, match=said):
+        fused_token_loss(torch.zeros(2, 4, 3), torch.zeros(5, 3), torch.zeros(5), targets)
+
+
 def test_error_on_targets_of_another_grid():
     targets, _ = random_targets(2, 4, 3, 7)
     with pytest.raises(

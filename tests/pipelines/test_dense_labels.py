@@ -223,6 +223,7 @@ def put_nan(column):
         (("cat/000.jpg", WHOLE), r"^ids of shape \(\); give one number or path per image"),
         ((["3"], WHOLE), r"has no map of 3; paths in it are like cat/000.jpg"),
         (([0], WHOLE, 2, TargetRules(), "gpu"), r"^device 'gpu' cannot be used here \(.*; give c"),
+        (([0], WHOLE, 2, TargetRules(), "meta"), r"^device 'meta' cannot be used here \("),
         (([0], WHOLE, 2, TargetRules(), 3.5), r"^device 3.5 cannot be used here \(.*; give cpu"),
         *(
             (([0], put_nan(column), 2), r"^view 0 of the batch has numbers that are not finite; ")
@@ -240,6 +241,18 @@ def test_outside_arguments_of_other_types_are_one_sentence(store, arguments, sai
             with pytest.raises(UserError, match=said) as error:
                 call()
             assert "\n" not in str(error.value)
+
+
+def test_outside_grids_and_sizes_are_integers_of_any_kind(store):
+    with open_score_maps(store) as labels:
+        want = labels.targets([0], WHOLE, 3)
+        for grid in (np.int64(3), (np.int32(3), 3)):
+            assert all(map(torch.equal, labels.targets([0], WHOLE, grid), want))
+        for size in (16, np.int64(16), [16, 16], torch.Size([16, 16])):
+            assert labels.soft_masks([0], WHOLE, size).size == (16, 16)
+        for size in ("16", (16,), 1.5, (0, 16)):
+            with pytest.raises(UserError, match=r"^size is .*; give the pixels of a side, or \("):
+                labels.soft_masks([0], WHOLE, size)
 
 
 def test_outside_a_store_that_was_closed_says_so(store):

@@ -604,7 +604,9 @@ def test_outside_torchvision_mixes_no_batch_of_views(mix, workers):
 
     loader = torch.utils.data.DataLoader(Labeled(), batch_size=4, num_workers=workers)
     image, label, view = next(iter(loader))
-    for batch in (view, view.to("cpu"), copy.deepcopy(view)):
+    stacked = torch.stack([Crops()[number][2] for number in range(4)])
+    assert torch.equal(stacked.plain, view.plain)
+    for batch in (view, view.to("cpu"), copy.deepcopy(view), stacked):
         for sample in ((image, label, batch), ({"image": image, "labels": label, "v": batch},)):
             with pytest.raises(ValueError, match=f"^{mix.__name__}.* does not support .* masks"):
                 mix(num_classes=8)(*sample)

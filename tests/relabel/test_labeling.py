@@ -280,6 +280,44 @@ def test_outside_images_with_nan_are_named(folder, tmp_path, monkeypatch):
         estimate_pass(begin_pass(images, teacher(), "t", **options(batch=11)))
 
 
+class Fails(torch.nn.Module):
+    """Maps of 4 x 4 cells for the first image, and from the second call on what `fails` makes."""
+
+    def __init__(self, fails):
+        super().__init__()
+        self.fails, self.calls = fails, 0
+
+    def forward_features(self, image_NCHW):
+        self.calls += 1
+        if self.calls > 2:
+            image_NCHW = self.fails(image_NCHW)
+        side = image_NCHW.shape[-1] // 16
+        pooled_NCss = torch.nn.functional.adaptive_avg_pool2d(image_NCHW, side)
+        return pooled_NCss[:, :2]
+
+    def forward(self, image_NCHW):
+        return self.forward_features(image_NCHW)
+
+
+@pytest.mark.parametrize(
+    ("fails", "reason"),
+    [
+        (lambda image: image.nothing, "AttributeError: 'Tensor' object has no attribute 'nothing'"),
+        (lambda image: image.expand(3, *image.shape), "RuntimeError: "),
+        (lambda image: image[..., :32, :32], "ValueError: maps of the shape [2, 2, 2, 2], and "),
+        (lambda image: image[:1], "ValueError: maps of the shape [1, 4, 4, 2], and those of the "),
+    ],
+)
+def test_outside_a_teacher_that_fails_later_is_one_sentence(folder, tmp_path, fails, reason):
+    """It was a traceback of the pass, or a map of one image for a batch."""
+    own, images = Teacher(Fails(fails), 64, "squash", CONFIG), Images(folder, split="train")
+    with pytest.raises(UserError) as error:
+        label_images(images, own, "own", tmp_path / "maps.h5", **options())
+    assert f"failed at 2 images from {images.where(2)} on, of 64 px ({reason}" in str(error.value)
+    assert str(error.value).endswith("; correct its forward pass")
+    assert done_rows(tmp_path / "maps.h5") == 2
+
+
 def test_a_damaged_image_ends_the_pass_after_those_before_it_are_written(folder, tmp_path):
     copy = tmp_path / "images"
     shutil.copytree(folder, copy)

@@ -361,6 +361,46 @@ def test_outside_a_dataset_that_shrank_while_it_was_read_is_refused():
         items.open(4)
 
 
+def write_mnist(root, name):
+    """Fashion-MNIST's four files, of seven images each; return the pixels of the training set."""
+    rng, folder = np.random.default_rng(1), root / name / "raw"
+    folder.mkdir(parents=True)
+    for split in ("t10k", "train"):
+        pixels = rng.integers(0, 256, (7, 28, 28), np.uint8)
+        head = b"".join(n.to_bytes(4, "big") for n in (0x803, *pixels.shape))
+        (folder / f"{split}-images-idx3-ubyte").write_bytes(head + pixels.tobytes())
+        head = b"".join(n.to_bytes(4, "big") for n in (0x801, 7))
+        (folder / f"{split}-labels-idx1-ubyte").write_bytes(head + bytes(range(7)))
+    return pixels
+
+
+def test_outside_datasets_of_torchvision_are_read_by_the_names_of_timm(photos, tmp_path):
+    pixels = write_mnist(tmp_path, "FashionMNIST")
+    for split, same in (("train", True), ("val", False)):
+        images = open_images(tmp_path, "torch/fashion_mnist", split)
+        assert images.labels.tolist() == list(range(7))
+        assert images.class_names[:2] == ["T-shirt/top", "Trouser"]
+        read = [np.asarray(decode(images.read(n), ""))[..., 0] for n in range(7)]
+        assert np.array_equal(read, pixels) == same
+    folder = open_images(photos, "torch/image_folder", "train")
+    assert folder.class_names == ["cat", "dog"]
+
+
+def test_outside_names_of_timm_that_cannot_be_read_are_refused(tmp_path):
+    for name, reason in {
+        "torch/fashion_mnist": r"\(RuntimeError: Dataset not found",
+        "torch/cifar1000": r"\(AssertionError: Unknown torchvision dataset cifar1000\)",
+    }.items():
+        with pytest.raises(UserError, match=f"{name} cannot be read from .* {reason}.*check the n"):
+            open_images(tmp_path, name, "train")
+    with pytest.raises(UserError, match="torch/mnist is read from a disk; give its folder with --"):
+        open_images(None, "torch/mnist", "train")
+    with pytest.raises(UserError, match=r"torch/mnist is labeled, packed and audited, .* give"):
+        Images(tmp_path, "torch/mnist")
+    with pytest.raises(UserError, match="tfds/cifar10 is a stream, and maps belong to numbered im"):
+        open_images(tmp_path, "tfds/cifar10", "train")
+
+
 def test_outside_a_factory_that_makes_no_dataset_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

@@ -52,6 +52,22 @@ def accumulation_dtype(logits: Tensor) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
 
 
+def gather_classes(values_NTK: Tensor, classes_NTM: Tensor) -> Tensor:
+    """Gather values of classes. ValueError if there is no such class; on a GPU an assertion of it.
+
+    Checked by the gather itself, as looking at the classes would wait for a GPU.
+    """
+    try:
+        return values_NTK.gather(2, classes_NTM)
+    except (IndexError, RuntimeError) as error:
+        if "out of bounds" not in str(error):
+            raise
+        raise ValueError(
+            f"logits of {values_NTK.shape[2]:,} classes, and targets of class "
+            f"{classes_NTM.max():,}; give the model as many classes as the labels have"
+        ) from error
+
+
 def plain_forward(
     logits_NTK: Tensor, palette_NM: Tensor, extra_NTM: Tensor, base_NT: Tensor, total_NT: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,7 +88,8 @@ def plain_forward(
         peak = block.amax(-1, keepdim=True).to(dtype)
         below = torch.sub(block, peak, out=buffer)
         # Before exp_ below, which overwrites the distances.
-        dense = base_NT[images, tokens] * below.sum(-1) + (extra * below.gather(2, palette)).sum(-1)
+        named = gather_classes(below, palette)
+        dense = base_NT[images, tokens] * below.sum(-1) + (extra * named).sum(-1)
         partition = below.exp_().sum(-1)
         loss_NT[images, tokens] = total_NT[images, tokens] * partition.log() - dense
         peak_NT[images, tokens], partition_NT[images, tokens] = peak[..., 0], partition

@@ -1,10 +1,12 @@
 """Flows: each step is a command in its own process, skipped if it is finished."""
 
 import multiprocessing
+import os
 import shlex
 import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import torch
 
 from densefeed.system.commands import call
 from densefeed.system.errors import UserError
-from densefeed.system.files import make_folder
+from densefeed.system.files import make_folder, open_locked
 from densefeed.system.json_files import check_number, read_json
 from densefeed.system.options import Integers, Options
 from densefeed.system.provenance import write_json
@@ -39,14 +41,26 @@ class FlowOptions(Options):
             raise UserError(f"--epochs is {self.epochs}; train at least one epoch")
 
 
-def keep_options(folder: Path, **options: object) -> None:
-    """Write down the options that the steps of a flow in `folder` depend on.
+@contextmanager
+def begin_flow(folder: Path, **options: object) -> Iterator[None]:
+    """Lock the folder of a flow, and write down the options that its steps depend on.
 
-    UserError if it was begun with others: finished steps would be kept, and show the old ones.
+    UserError if another process runs a flow in it, and if it was begun with other options: finished
+    steps would be kept, and show the old ones.
     """
+    make_folder(folder)
+    descriptor = open_locked(folder, os.O_RDONLY)
+    try:
+        keep_options(folder, options)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def keep_options(folder: Path, options: dict[str, object]) -> None:
+    """Write down the options of a flow. UserError if it was begun with others."""
     path, remedy = folder / "flow.json", f"remove {folder} to start over"
     if not path.exists():
-        make_folder(folder)
         write_json(path, options)
         return
     before = read_json(path, remedy)

@@ -1129,6 +1129,7 @@ def summarize(
             "input_size": header.input_size,
             "geometry": header.geometry,
             "form": header.form,
+            "fingerprint": header.fingerprint,
         },
         "agreement": float((label == top).mean()) if len(label) else None,
         "classes": [

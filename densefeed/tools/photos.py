@@ -29,8 +29,8 @@ from densefeed.recipes import RECIPES
 from densefeed.recipes.flow import (
     AGAIN,
     FlowOptions,
+    begin_flow,
     format_spread,
-    keep_options,
     remove_outdated,
     run_step,
     train_model,
@@ -108,7 +108,12 @@ def main(options: Photos) -> None:
     if not (options.out / "maps.h5").exists():
         find_weights("lite2")
     kept = {name: getattr(options, name) for name in KEPT}
-    keep_options(options.out, **kept)
+    with begin_flow(options.out, **kept):
+        run_flow(options)
+
+
+def run_flow(options: Photos) -> None:
+    """Run the steps, and print the scores of the students."""
     scenes, packed, val = prepare_scenes(options)
     audit, report = options.out / "audit.html", options.out / "report.html"
     scores: dict[str, list[Score]] = {name: [] for name in options.students}

@@ -21,8 +21,8 @@ from densefeed.recipes import RECIPES
 from densefeed.recipes.digit_flow import DigitOptions, prepare_data
 from densefeed.recipes.flow import (
     AGAIN,
+    begin_flow,
     format_spread,
-    keep_options,
     read_top1,
     remove_outdated,
     run_step,
@@ -88,7 +88,6 @@ def recipe_name(student: str) -> str:
 
 def run_flow(out: Path, seed: int, options: Quickstart) -> dict:
     """Run the whole flow in `out`; return top-1 of all models and the shares of correct labels."""
-    keep_options(out, train=options.train, val=options.val, epochs=options.epochs, seeds=seed)
     packed, val = prepare_data(out, seed, options)
     runs = {name: out / "runs" / name for name in ("teacher", *options.students)}
     data = {"loader": "ffcv", "data": packed, "val": val}
@@ -113,7 +112,10 @@ def main(options: Quickstart) -> None:
     folders = [options.out / f"seed-{seed}" for seed in options.seeds]
     # A single seed has no folder of its own.
     folders = folders if len(folders) > 1 else [options.out]
-    flows = [run_flow(out, seed, options) for out, seed in zip(folders, options.seeds, strict=True)]
+    flows, kept = [], dict(train=options.train, val=options.val, epochs=options.epochs)
+    for out, seed in zip(folders, options.seeds, strict=True):
+        with begin_flow(out, **kept, seeds=seed):
+            flows.append(run_flow(out, seed, options))
     show(flows, options.students)
     reports = ", ".join(str(folder / "report.html") for folder in folders)
     # Not by rich, which reads markup and names of emoji in a path.

@@ -390,8 +390,12 @@ def measure_purity(loader: ThreadedLoader, truths: list[Truth], grid: int) -> di
     }
 
 
-def replay(runs: list[RunRecord], boxes: Path | None) -> dict:
-    """Replay the first epoch of a run; return what the page shows of it."""
+def replay(runs: list[RunRecord], boxes: Path | None, audited: str | None = None) -> dict:
+    """Replay the first epoch of a run; return what the page shows of it.
+
+    `audited` is the fingerprint of the images whose maps were audited. UserError if they, or those
+    of `boxes`, are not the run's.
+    """
     page = {"labeled": None, "sheet": [], "purity": None, "grid": 0, "scenes": [], "license": ""}
     run = choose_run(runs)
     if run is None:
@@ -416,6 +420,11 @@ def replay(runs: list[RunRecord], boxes: Path | None) -> dict:
         except (UserError, OSError) as error:
             print(f"the report shows no crops: {error}", file=sys.stderr)
             return page
+        if audited and audited != loader.fingerprint:
+            raise UserError(
+                f"--audit is of score maps of other images than those in {config.data.train}; "
+                "give the audit of its maps"
+            )
         truths = read_truths(boxes, run, loader) if boxes else []
         sheet = make_contact_sheet(run, loader, truths, grid, augmentation)
         page |= {"labeled": run, "sheet": sheet, "grid": grid}
@@ -554,9 +563,11 @@ def curve(runs: list[RunRecord], kind: str, value: str, percent: bool) -> dict:
 
 def read_costs(path: Path) -> dict:
     """Read what cached labels cost from the JSON of an audit. UserError if it has none."""
-    crops = read_json(path, "audit the maps again").get("crops")
-    if not isinstance(crops, dict) or "groups" not in crops:
+    numbers = read_json(path, "audit the maps again")
+    crops, header = numbers.get("crops"), numbers.get("header")
+    if not isinstance(crops, dict) or "groups" not in crops or not isinstance(header, dict):
         raise UserError(f"{path} compares no crops; audit the maps with --teacher and --crops 8")
+    crops |= {"maps": numbers.get("file"), "fingerprint": header.get("fingerprint")}
     # JSON holds no NaN, which the page leaves out.
     return json.loads(json.dumps(crops), object_hook=restore_nan)
 
@@ -593,7 +604,8 @@ def main(report: Report) -> None:
         raise UserError(
             f"no run folder holds {name}; write it with densefeed validate RUN --json RUN/{name}"
         )
-    crops, predictions = replay(runs, report.boxes), show_predictions(runs[-1], folder)
+    audited = cached_labels and cached_labels["fingerprint"]
+    crops, predictions = replay(runs, report.boxes, audited), show_predictions(runs[-1], folder)
     text = TEMPLATES.get_template("report.html").render(
         environment=environment,
         rows=[make_row(run, runs) for run in runs],

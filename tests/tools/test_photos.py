@@ -114,6 +114,18 @@ def test_outside_other_options_on_a_begun_folder_are_refused(tmp_path, capsys):
     main(Photos(out=tmp_path, students=("ce",), train=120))
 
 
+def test_outside_two_flows_in_one_folder_are_refused(tmp_path):
+    """Both made the scenes, and the second failed minutes later."""
+    finish(tmp_path, ("ce",))
+    with (
+        flow.begin_flow(tmp_path),
+        pytest.raises(UserError, match=f"^{tmp_path} is being written by another process; wait"),
+    ):
+        main(Photos(out=tmp_path, students=("ce",)))
+    (tmp_path / "flow.json").unlink()
+    main(Photos(out=tmp_path, students=("ce",)))
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

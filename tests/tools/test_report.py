@@ -14,6 +14,7 @@ from PIL import Image, ImageColor
 import densefeed.train as training
 from densefeed.pages.label_truth import find_owners
 from densefeed.pages.true_objects import Truth, boxes_in_crop, draw_objects, parse_truth
+from densefeed.pipelines.open import open_dataset
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.recipes import RECIPES
 from densefeed.storage.geometry import crop_views
@@ -346,7 +347,7 @@ def test_outside_parts_without_tokens_are_dashes(run_folder, monkeypatch):
     purity = {kind: {"all": 0.5, "largest": 0.25} for kind in kinds}
     purity |= {"tokens": {"all": 3, "largest": 3}, "by": [], "scenes": 2}
     nothing = {"labeled": None, "sheet": [], "grid": 0, "scenes": [], "license": ""}
-    monkeypatch.setattr(report, "replay", lambda runs, boxes: nothing | {"purity": purity})
+    monkeypatch.setattr(report, "replay", lambda *given: nothing | {"purity": purity})
     main(Report(runs=(run_folder,)))
     page = (run_folder / "report.html").read_text()
     assert (
@@ -391,6 +392,32 @@ def test_outside_tokens_are_drawn_without_their_names(student):
     assert len(crops) == 6
     assert all("<rect" in crop and "<text" not in crop for crop in crops)
     assert text.count('<i class="swatch"') >= 6
+
+
+def test_outside_an_audit_of_other_images_is_refused(student, tmp_path):
+    """It was shown as what the labels of the run's images cost."""
+    group = {"by": "all", "crops_are": "all", "images": 2, "crops": 8}
+    interval = {"mean": 0.5, "low": 0.4, "high": 0.6}
+    group |= dict.fromkeys(("agreement", "divergence", "correlation"), interval)
+    crops = {"sentence": "it costs little", "crops_per_image": 4, "images": 2, "input_size": 64}
+    crops |= {"own_teacher": True, "groups": [group], "curve": []}
+    audit = tmp_path / "audit.json"
+    loader = open_dataset(read_run(student).config.data, "train", batch=6, seed=0)
+    own = loader.fingerprint
+    loader.close()
+    for fingerprint in ("0" * 16, own):
+        header = {"fingerprint": fingerprint}
+        audit.write_text(json.dumps({"file": "maps.h5", "header": header, "crops": crops}))
+        given = Report(runs=(student,), audit=audit)
+        if fingerprint == own:
+            main(given)
+        else:
+            with pytest.raises(UserError, match="--audit is of score maps of other images than th"):
+                main(given)
+            assert not (student / "report.html").exists()
+    text = (student / "report.html").read_text()
+    assert "It costs little." in text
+    assert "Maps: maps.h5." in text
 
 
 def test_outside_predictions_are_those_of_the_evaluation(student):

@@ -15,6 +15,7 @@ from ctypes import (
     Structure,
     addressof,
     byref,
+    c_char,
     c_char_p,
     c_double,
     c_int,
@@ -311,6 +312,14 @@ class Parts(NamedTuple):
         return Parts(self.file[rows], self.offset[rows], to, crc, packed, self.limits)
 
 
+def locate(array: np.ndarray) -> int:
+    """Return the address of an array, C-contiguous, in a fifth of the time of `ctypes.data`."""
+    # An exported buffer must be writable and have bytes.
+    if array.flags.writeable and array.size:
+        return addressof(c_char.from_buffer(array))
+    return array.ctypes.data
+
+
 class Job:
     """A batch of crops to decode, or to cut out for another decoder.
 
@@ -336,7 +345,7 @@ class Job:
         assert samples.flags.c_contiguous
         assert pixels.flags.c_contiguous
         self.samples, self.pixels, self._keep = samples, pixels, [keep]
-        self.batch = _Batch(samples.ctypes.data, len(samples))
+        self.batch = _Batch(locate(samples), len(samples))
         if pixels.dtype == CUT:
             assert pixels.shape == samples.shape
             self.batch.cuts = pixels.ctypes.data
@@ -347,7 +356,7 @@ class Job:
             # The library divides by both.
             assert min(height, width) > 0
             self.batch.height, self.batch.width = height, width
-            self.batch.pixels = pixels.ctypes.data
+            self.batch.pixels = locate(pixels)
         if parts is not None:
             self._set_parts(parts)
 
@@ -362,7 +371,7 @@ class Job:
             return None
         array = np.ascontiguousarray(numbers, dtype)
         self._keep.append(array)
-        return array.ctypes.data
+        return locate(array)
 
     def _set_parts(self, parts: Parts) -> None:
         N, P = len(self.samples), len(parts.to)
@@ -373,8 +382,10 @@ class Job:
         self.batch.parts = P
         self.batch.part_file = self._address(parts.file, np.int32)
         self.batch.part_offset = self._address(parts.offset, np.int64)
-        self.batch.part_bytes = self._address([to[0].nbytes for to in parts.to], np.int64)
-        self.batch.part_to = self._address([to.ctypes.data for to in parts.to], np.uint64)
+        # In one array: making one takes a microsecond.
+        numbers = [*(to.nbytes // N for to in parts.to), *map(locate, parts.to)] if N else [0]
+        self.batch.part_bytes = self._address(np.array(numbers, np.int64), np.int64)
+        self.batch.part_to = self.batch.part_bytes + 8 * P
         self.batch.part_crc = self._address(parts.crc, np.uint32)
         if parts.packed is None and parts.limits is None:
             return

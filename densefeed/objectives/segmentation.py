@@ -5,13 +5,14 @@ windows of the input's size that are two thirds of it apart; logits of windows a
 resized to the mask, and probabilities of several scales are averaged.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
+from PIL import Image
 from timm.data.transforms import str_to_pil_interp
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -137,6 +138,32 @@ def slide(
     return (total / count)[:, :H, :W]
 
 
+def sum_scales(
+    model: nn.Module,
+    images: Sequence[Tensor],
+    normalize: Normalize,
+    side: int,
+    most: int,
+    size: Shape,
+) -> Tensor:
+    """Return the sum of the probabilities of an image at several scales, float32 `[K, *size]`.
+
+    The other arguments are those of `slide`.
+    """
+    total = 0
+    for image in images:
+        logits = resize(slide(model, image, normalize, side, most)[None], size)[0]
+        total = total + logits.softmax(0)
+    return total
+
+
+def scale_image(image: Image.Image, shorter: float, filter: Image.Resampling) -> Tensor:
+    """Resize an image to a shorter side of `shorter` pixels, uint8 `[H, W, 3]`."""
+    factor = shorter / min(image.size)
+    size = [max(1, round(extent * factor)) for extent in image.size]
+    return torch.from_numpy(np.array(image.resize(size, filter)))
+
+
 class MaskEvaluation(Evaluation):
     """Mean IoU of whole images under sliding windows."""
 
@@ -170,12 +197,10 @@ class MaskEvaluation(Evaluation):
             sums[-2] += 1
             if not images:
                 continue
-            mask, probability = mask.to(device), 0
+            mask, images = mask.to(device), [image.to(device) for image in images]
             with torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None):
-                for image in images:
-                    logits = slide(model, image.to(device), normalize, side, len(plan.rows))
-                    logits = resize(logits[None], tuple(mask.shape))[0]
-                    probability = probability + logits.softmax(0)
+                sizes = side, len(plan.rows), tuple(mask.shape)
+                probability = sum_scales(model, images, normalize, *sizes)
             finite = probability.isfinite().all()
             best = probability.argmax(0)
             # NaN ranks first: every pixel becomes one of another class than its own.
@@ -211,12 +236,8 @@ def read_images(
             mask = source.mask(index, image.height, image.width)
         except (UserError, OSError) as error:
             return error
-        images = []
-        for scale in scales if mask.numel() else ():
-            factor = scale * side / min(image.size)
-            size = [max(1, round(extent * factor)) for extent in image.size]
-            images.append(torch.from_numpy(np.array(image.resize(size, filter))))
-        return images, mask
+        used = scales if mask.numel() else ()
+        return [scale_image(image, scale * side, filter) for scale in used], mask
 
     with ThreadPoolExecutor(AHEAD) as pool:
         for index, found in zip(ids, ordered_map(read, ids, pool, AHEAD), strict=True):

@@ -27,13 +27,17 @@ import numpy as np
 import torch
 import tyro
 from PIL import Image
+from timm.data.transforms import str_to_pil_interp
 
 from densefeed.explain.heat_maps import HEAT, encode_map, shrink
 from densefeed.explain.refusals import Refusals
 from densefeed.explain.relevance import class_relevance
 from densefeed.models.token_transformer import TokenTransformer
+from densefeed.models.upernet import UperNet
 from densefeed.objectives import OBJECTIVES, build_objective
 from densefeed.objectives.base import DenseObjective
+from densefeed.objectives.segmentation import scale_image, sum_scales
+from densefeed.pages.class_masks import draw_classes
 from densefeed.pages.label_truth import PUBLISHED, find_owners_in_mask, measure_labels, usual_labels
 from densefeed.pages.templates import TEMPLATES, picture
 from densefeed.pages.tokens import draw_labels, label_tokens
@@ -53,6 +57,8 @@ from densefeed.pipelines.shapes import describe_shape
 from densefeed.step import read_patch_size
 from densefeed.storage.dataset_names import list_some
 from densefeed.storage.images import Images
+from densefeed.storage.mask_folder import UNLABELED
+from densefeed.storage.scenes import BOXES
 from densefeed.system.errors import UserError, make_command, restore_url
 from densefeed.system.files import check_ending, open_regular, replace_file
 from densefeed.system.json_files import check_number, read_json
@@ -71,8 +77,10 @@ from densefeed.training.setup import open_loader
 CONTACTS, SCENES = 12, 4
 # Validation images that the student classifies, and those shown of the right and of the wrong ones.
 TRIED, SHOWN = 64, 6
+# Validation images that are shown with their true and their predicted mask.
+SEGMENTED = 8
 # Longer side of such a picture, pixels.
-PICTURE_SIDE = 224
+PICTURE_SIDE, MASK_SIDE = 224, 320
 # Images that pass through the student at once: relevance takes 0.3 GB for each of LV-ViT-S.
 AT_ONCE = 4
 # Crops whose labels are compared with the true objects.
@@ -106,6 +114,8 @@ class Report(Options):
     out: Path | None = None  # the HTML to write; default: report.html in the last run's folder
 
 
+# Metrics by which runs are compared, as evaluations name them and as the page does.
+RATED = {"top1": "top-1", "miou": "mean IoU"}
 # Options that say where and how fast a run trains, not what it trains. The table of results leaves
 # them out.
 PLACES = {
@@ -203,7 +213,10 @@ def make_row(run: RunRecord, runs: list[RunRecord]) -> dict:
 
     `differs` lists its options whose values more than half of the `runs` do not share.
     """
-    last, kinds = run.val[-1] if run.val else {}, {"top1": "", "top1_ema": "EMA"}
+    last = run.val[-1] if run.val else {}
+    # Not by the objective: a user's own is not imported here.
+    rated = next((name for name in RATED if name in last), "")
+    kinds = {rated: "", f"{rated}_ema": "EMA"}
     others = [dict(leaves(other.config)) for other in runs]
     options = [
         f"{name.replace('_', '-')} {format_value(value)}"
@@ -213,6 +226,7 @@ def make_row(run: RunRecord, runs: list[RunRecord]) -> dict:
     row = {
         "name": run.name,
         "differs": ", ".join(options),
+        "rated": RATED.get(rated, ""),
         "tops": [(last[key], kind) for key, kind in kinds.items() if key in last],
         "epoch": max((record["epoch"] for record in run.train + run.val), default=0),
         "epochs": run.config.optim.total_epochs,
@@ -451,12 +465,13 @@ def show_predictions(run: RunRecord, folder: Path) -> dict | None:
     """Classify some validation images with a run's student; return what the page shows of them.
 
     These are TRIED images, drawn with the run's seed. Of those that are classified right, and of
-    those that are not, the first SHOWN of the draw are shown. None, with a line that says why, if
-    there is no student or no validation set.
+    those that are not, the first SHOWN of the draw are shown; of a segmentation network the first
+    SEGMENTED with a mask. None, with a line that says why, if there is no student or no validation
+    set.
     """
     config = run.config
     try:
-        trained = open_trained(folder)
+        trained = open_trained(folder, segments=True)
         loader = open_dataset(config.data, "evaluate", batch=AT_ONCE, seed=config.run.seed)
         with closing(loader):
             if others := set(loader.class_names) - set(trained.class_names):
@@ -464,11 +479,49 @@ def show_predictions(run: RunRecord, folder: Path) -> dict | None:
                     f"{config.data.val} has the class {min(others)}, which {trained.path} lacks; "
                     "give the validation set of the run"
                 )
-            return classify(trained, loader.source, config.run.seed)
+            show = segment if isinstance(trained.model, UperNet) else classify
+            return show(trained, loader.source, config.run.seed)
     # The rest of the page is of use without them.
     except (UserError, OSError) as error:
         print(f"the report shows no predictions: {error}", file=sys.stderr)
         return None
+
+
+def segment(trained: Trained, source: Source, seed: int) -> dict:
+    """Segment images of a source as an evaluation at one scale does; return what is shown."""
+    drawn = np.random.default_rng(seed).permutation(len(source.labels))
+    normalize = Normalize(trained.mean, trained.std)
+    filter, names, items = str_to_pil_interp(trained.interpolation), trained.class_names, []
+    for index in drawn.tolist():
+        image = source.image(index)
+        mask = source.mask(index, image.height, image.width)
+        if not mask.numel():
+            continue
+        scaled = [scale_image(image, trained.size, filter)]
+        sizes = trained.size, AT_ONCE, tuple(mask.shape)
+        found = sum_scales(trained.model, scaled, normalize, *sizes).argmax(0)
+        labeled = mask != UNLABELED
+        small = shrink(image, MASK_SIDE)
+        # The pixel that is nearest to the center of a pixel of the picture.
+        nearest = small.size, Image.Resampling.NEAREST
+        masks = [
+            np.asarray(Image.fromarray(each.int().numpy()).resize(*nearest))
+            for each in (mask, found)
+        ]
+        pictures, key = draw_classes(small, masks, names)
+        items.append(
+            {
+                "index": index,
+                "image": picture(small, "JPEG"),
+                "masks": [picture(each, "PNG") for each in pictures],
+                "key": key,
+                "ratio": f"{image.width} / {image.height}",
+                "right": float((found == mask)[labeled].float().mean()) if labeled.any() else None,
+            }
+        )
+        if len(items) == SEGMENTED:
+            break
+    return {"segmented": items, "size": trained.size, "weights": trained.weights}
 
 
 def classify(trained: Trained, source: Source, seed: int) -> dict:
@@ -524,7 +577,10 @@ def draw_curves(runs: list[RunRecord]) -> list[tuple[str, dict]]:
     """Return titles and curves of accuracy and loss, without those that have no point."""
     curves = [
         ("training loss by epoch", curve(runs, "train", "loss", False)),
-        ("top-1 on the validation set by epoch", curve(runs, "val", "top1", True)),
+        *(
+            (f"{text} on the validation set by epoch", curve(runs, "val", name, True))
+            for name, text in RATED.items()
+        ),
     ]
     return [(title, plot) for title, plot in curves if any(x["points"] for x in plot["lines"])]
 
@@ -606,9 +662,14 @@ def main(report: Report) -> None:
         )
     audited = cached_labels and cached_labels["fingerprint"]
     crops, predictions = replay(runs, report.boxes, audited), show_predictions(runs[-1], folder)
+    rows, shown = [make_row(run, runs) for run in runs], runs[-1].config.data.val
+    # Predicted masks lie on whole images.
+    if predictions and "segmented" in predictions and isinstance(shown, Path):
+        crops["license"] = crops["license"] or read_license(shown / BOXES)
     text = TEMPLATES.get_template("report.html").render(
         environment=environment,
-        rows=[make_row(run, runs) for run in runs],
+        rows=rows,
+        rated=list(dict.fromkeys(row["rated"] for row in rows if row["rated"])) or ["top-1"],
         last=runs[-1],
         curves=draw_curves(runs),
         predictions=predictions,

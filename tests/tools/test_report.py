@@ -12,12 +12,14 @@ import pytest
 from PIL import Image, ImageColor
 
 import densefeed.train as training
+from densefeed.pages.class_masks import draw_classes
 from densefeed.pages.label_truth import find_owners
 from densefeed.pages.true_objects import Truth, boxes_in_crop, draw_objects, parse_truth
 from densefeed.pipelines.open import open_dataset
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.recipes import RECIPES
 from densefeed.storage.geometry import crop_views
+from densefeed.storage.mask_folder import MaskFolder
 from densefeed.system.errors import UserError, explain_os_error
 from densefeed.system.options import with_options
 from densefeed.tools import report
@@ -434,6 +436,46 @@ def test_outside_predictions_are_those_of_the_evaluation(student):
     shown = re.findall(r'<b class="(right|wrong)">', text)
     assert shown == ["wrong"] * min(6, wrong) + ["right"] * min(6, right)
     assert text.count('alt="relevance for') == len(shown)
+
+
+def test_outside_predicted_masks_are_beside_the_true_ones(segments, masked, tmp_path, monkeypatch):
+    """The share of right pixels, weighted by labeled pixels, is that of the evaluation."""
+    training.train(segments(tmp_path / "run", epochs=1))
+    licenses = {masked[0] / "boxes.json": "cut-outs under a license"}
+    monkeypatch.setattr(report, "read_license", licenses.get)
+    main(Report(runs=(tmp_path / "run",)))
+    text = (tmp_path / "run/report.html").read_text()
+    assert "<th>mean IoU</th>" in text
+    assert "mean IoU on the validation set by epoch" in text
+    assert "The pictures show cut-outs under a license." in text
+    shares = re.findall(r"(\d+) % of the labeled pixels are right; validation sample (\d)", text)
+    assert sorted(int(index) for _, index in shares) == [1, 2, 3, 4]
+    data = MaskFolder(masked[0], "val")
+    labeled = {index: int((data.mask(int(index)) != -1).sum()) for _, index in shares}
+    mean = sum(int(share) * labeled[index] for share, index in shares) / sum(labeled.values())
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert mean == pytest.approx(100 * result["pixels_ema"], abs=1)
+    for kind in ("true", "predicted"):
+        assert text.count(f'alt="the {kind} mask of validation image') == 4
+
+
+def test_outside_classes_have_one_color_in_all_masks():
+    """The background and unlabeled pixels are dark, and so are equal pixels of two masks."""
+    image = Image.new("RGB", (4, 1), (100, 50, 200))
+    masks = np.array([[2, 1, 0, -1]]), np.array([[1, 1, 2, 2]])
+    (first, second), key = draw_classes(image, masks, ("background", "cat", "dog"))
+    assert [entry["name"] for entry in key] == ["cat", "dog"]
+    first, second = np.asarray(first)[0], np.asarray(second)[0]
+    inks = np.array([ImageColor.getrgb(entry["ink"]) for entry in key])
+    cat, dog = 0.4 * np.array([100, 50, 200]) + 0.6 * inks
+    dark = np.tile([40, 20, 80], (2, 1))
+    np.testing.assert_allclose(first, [dog, cat, *dark], atol=1)
+    np.testing.assert_allclose(second, [cat, cat, dog, dog], atol=1)
+    # Ten classes have inks of their own.
+    many = np.arange(12)[None]
+    _, key = draw_classes(Image.new("RGB", (12, 1)), [many], [str(n) for n in range(12)])
+    assert len({entry["ink"] for entry in key[:10]}) == 10
+    assert {entry["ink"] for entry in key[10:]} == {"#808080"}
 
 
 def test_outside_a_run_without_validation_set_shows_no_predictions(student, capsys):

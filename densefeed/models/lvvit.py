@@ -33,7 +33,7 @@ class PatchProjection(nn.Conv2d):
 
     On a GPU it is a matrix product. In a step of LV-ViT-S with 256 images on an H200, cuDNN's
     kernel for the gradient of the input took 6.4 of 48 ms; the products of all three passes take
-    1.8 (docs/results/gpu.md).
+    1.8, in one profile.
     """
 
     def forward(self, x_NCHW: Tensor) -> Tensor:

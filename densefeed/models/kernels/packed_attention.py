@@ -1,7 +1,7 @@
 """Exact attention with few tokens on a GPU: packed queries, keys and values, packed gradients.
 
 `F.scaled_dot_product_attention` gives three gradients, which are copied to put them together: 0.9
-of 41 ms of a step of LV-ViT-S (docs/results/gpu.md). The kernels of packed_attention_triton.py
+of 41 ms of a step of LV-ViT-S (once, on an H200). The kernels of packed_attention_triton.py
 write them in place. The plain twin is `Attention.attend`.
 """
 

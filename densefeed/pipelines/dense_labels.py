@@ -88,12 +88,14 @@ class StoredLabels:
         """
         try:
             ids = np.asarray(ids.detach().cpu() if isinstance(ids, Tensor) else ids)
-        # Lists of different lengths, and types that NumPy has not, as bfloat16.
-        except (TypeError, ValueError) as error:
+        # Lists of different lengths, types that NumPy has not, as bfloat16, and tensors of meta.
+        except (TypeError, ValueError, NotImplementedError) as error:
             raise UserError(
                 f"ids are a {type(ids).__name__} of different lengths or of a type that NumPy does "
                 "not know; give one number or path per image, [N]"
             ) from error
+        if ids.ndim == 1 and not len(ids):
+            return ids.astype(np.int64)
         if ids.ndim != 1:
             raise UserError(f"ids of shape {ids.shape}; give one number or path per image, [N]")
         if ids.dtype.kind in "US":
@@ -233,6 +235,10 @@ def split_view(view: Tensor, count: int) -> tuple[Tensor, Tensor]:
             f"view is {found}; for {count} images give an affine view, a tensor [{count}, 2, 3] "
             "from the network's input to the image, or the collated Views of a transform"
         )
+    if view.is_meta or view.layout != torch.strided or not view.is_floating_point():
+        raise UserError("view has no numbers, or none that are real; give a dense tensor of floats")
+    if not count:
+        raise UserError("there are no ids; give one image at least")
     view = view.detach().as_subclass(Tensor).cpu()
     matrix = view[:, :, :3]
     area = torch.linalg.det(matrix[:, :, :2].double()).abs()

@@ -76,7 +76,10 @@ class SparseTargets(NamedTuple):
     total: Tensor
 
     def dense(self, num_classes: int) -> Tensor:
-        """Return the targets as a dense tensor, float `[N, T, num_classes]`."""
+        """Return the targets as a dense tensor, float `[N, T, num_classes]`.
+
+        `num_classes` are those of the labels; an IndexError or RuntimeError for fewer.
+        """
         T = self.base.shape[1]
         dense = self.base[..., None].repeat(1, 1, num_classes)
         return dense.scatter_add_(2, self.palette[:, None].expand(-1, T, -1), self.extra)

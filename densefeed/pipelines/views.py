@@ -101,27 +101,29 @@ class View(tv_tensors.Mask):
     def __torch_function__(
         cls, func: Callable, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Keep `is_pil` where torchvision keeps the class, as in copies.
+        """Keep the class where the output has a View's shape, and `is_pil` as in copies.
 
-        The class is also kept by `cuda()`, and by `stack`: CutMix passes a plain tensor through.
+        CutMix would pass a plain tensor through, as of `torch.stack`.
         """
         output = super().__torch_function__(func, types, args, kwargs)
-        is_batch = func is torch.stack and output.shape[-2:] == (2, 6)
-        if func is Tensor.cuda or is_batch:
-            output = output.as_subclass(cls)
+        # `plain` asks for a plain tensor.
+        if func is not Tensor.as_subclass:
+            several = type(output) in (tuple, list)
+            output = type(output)(map(keep_view, output)) if several else keep_view(output)
         if isinstance(output, View):
-            output.is_pil = getattr(args[0], "is_pil", False)
+            output.is_pil = getattr(next(iter(args), None), "is_pil", False)
         return output
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Return a part as a plain tensor.
+        """Return a part; whole Views are Views, others are plain tensors.
 
         IndexError for masks: v2.SanitizeBoundingBoxes drops the rows of boxes from masks of as many
         rows as boxes, and passes through what it cannot index.
         """
         if isinstance(index, Tensor) and index.dtype == torch.bool:
             raise IndexError("a View has no rows to choose; use its properties")
-        return self.plain[index]
+        part = self.plain[index]
+        return part.as_subclass(View) if part.shape[-2:] == (2, 6) else part
 
     @classmethod
     def wrap(cls, tensor: Tensor, like: "View", **options: Any) -> "View":
@@ -154,6 +156,12 @@ class View(tv_tensors.Mask):
         plain = self.plain
         (*_, width), (*_, height) = (plain if plain.ndim == 2 else plain.flatten(0, -3)[0]).tolist()
         return int(height), int(width)
+
+
+def keep_view(output: Any) -> Any:
+    """Return a plain tensor as a View if it has the shape and a type of Views; else `output`."""
+    fits = type(output) is Tensor and output.shape[-2:] == (2, 6) and output.is_floating_point()
+    return output.as_subclass(View) if fits else output
 
 
 def collate_views(views: Sequence[View], **options: Any) -> View:

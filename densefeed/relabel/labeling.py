@@ -140,12 +140,13 @@ def score_blank(scorer: Scorer, name: str, shape: tuple[int, ...]) -> tuple[int,
     blank = torch.zeros(1, *shape, dtype=torch.uint8, device=scorer.device)
     try:
         with explain_failures(name, shape[1], "--input-size"):
-            _, side, _, num_classes = scorer.logits(blank).shape
+            _, *scorer.map_shape = scorer.logits(blank).shape
     except torch.OutOfMemoryError:
         raise UserError(
             f"{name} does not fit into the GPU's memory with one image; choose a smaller "
             "--input-size"
         ) from None
+    side, _, num_classes = scorer.map_shape
     if num_classes > MOST_CLASSES:
         raise UserError(
             f"{name} has {num_classes} classes, and a store holds at most {MOST_CLASSES:,}; choose "
@@ -259,15 +260,7 @@ def begin_scoring(work: Pass, ids: np.ndarray, pictures: Tensor) -> Scored:
     header = work.header
     images = f"{len(ids):,} images from {name_image(work, ids, 0)} on"
     with explain_failures(header.teacher, header.input_size, images=images):
-        scored = work.scorer.begin(pictures, len(ids), header.top_k)
-        # A module of the user's own may give any other shape than for its first image.
-        N, *map_shape = scored.shape
-        if map_shape != [header.side, header.side, header.top_k] or N not in (len(ids), work.batch):
-            raise ValueError(
-                f"maps of the shape {[N, *map_shape]}, and those of the first image were "
-                f"{header.side} x {header.side}"
-            )
-    return scored
+        return work.scorer.begin(pictures, len(ids), header.top_k)
 
 
 def wait_seconds(*futures: Future) -> float:

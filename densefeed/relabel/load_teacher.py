@@ -235,7 +235,7 @@ def download(source: str) -> nn.Module:
 
 def list_names(model: nn.Module) -> list[str]:
     """Return the names of classes that a user's module states; [] without them."""
-    return list(getattr(model, "class_names", []))
+    return list(getattr(model, "class_names", None) or [])
 
 
 def set_input_size(model: nn.Module, size: int) -> nn.Module:

@@ -131,11 +131,6 @@ class Scored:
             self.ended = torch.cuda.Event(enable_timing=True)
             self.ended.record()
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the logits that are kept, [N, S, S, k]."""
-        return tuple(self._kept.logit.shape)
-
     def wait_sync(self) -> None:
         """Wait until the numbers are on the host, and the pictures may be overwritten."""
         if self.ended is not None:
@@ -179,6 +174,8 @@ class Scorer:
     ) -> None:
         self.teacher, self.device = freeze_weights(teacher, DTYPES[precision]), device
         self.precision = precision
+        # [S, S, K] of the first image; empty: any. Not set in a forward pass, which is compiled.
+        self.map_shape: list[int] = []
         # The compiler would recompile, and cuDNN time again, for the last, smaller batch.
         self.fixed_size = compiled or device.type == "cuda"
         # Tensor cores read the channels together. On a CPU the library chooses its own layout.
@@ -199,7 +196,12 @@ class Scorer:
             precision = torch.autocast(self.device.type, DTYPES[self.precision])
         # Not inference_mode: torch.compile fails on its tensors (torch 2.15).
         with torch.no_grad(), precision:
-            return self.teacher(picture_NLHWC).float()
+            logits_NSSK = self.teacher(picture_NLHWC).float()
+        found, wanted = list(logits_NSSK.shape), [len(picture_NLHWC), *self.map_shape]
+        # A module of the user's own may give any other shape than for its first image.
+        if self.map_shape and found != wanted:
+            raise ValueError(f"logits of the shape {found} in place of {wanted}")
+        return logits_NSSK
 
     def try_out_sync(self, picture_NLHWC: Tensor, top_k: int) -> None:
         """Score a batch as `begin` does, and wait for it, but in eager mode and not timed.

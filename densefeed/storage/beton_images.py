@@ -37,7 +37,8 @@ def open_images(
     UserError as of these, for no root where one is needed, and for one beside a factory.
     """
     if isinstance(dataset, str) and dataset.startswith("torch/"):
-        dataset = DatasetItems.create(dataset, root, split)
+        # Both parts of a division are of the training set.
+        dataset = DatasetItems.create(dataset, root, "train" if division.val_fraction else split)
     if isinstance(dataset, str) and is_factory(dataset):
         if root is not None:
             raise UserError(

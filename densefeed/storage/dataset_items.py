@@ -23,7 +23,7 @@ from PIL import Image
 from torch.utils.data import ConcatDataset, Subset
 
 from densefeed.storage import samples
-from densefeed.storage.dataset_names import MOST_CLASSES, check_label, list_some
+from densefeed.storage.dataset_names import MOST_CLASSES, SPLITS, check_label, list_some
 from densefeed.storage.datasets import check_labels, describe_classes
 from densefeed.storage.image_shards import IMAGE_COLUMNS
 from densefeed.storage.images import SIZED_FILES, explain, read_encoded, sample_evenly
@@ -53,6 +53,8 @@ class DatasetItems:
     or differs when it is read again, and for a label that is missing or invalid.
     """
 
+    # The split that it was made for; None where only the user knows.
+    split: str | None = None
     # As many items are read as `sample_sizes` has files: 32 of all, and two of a shard.
     sampling = SIZED_FILES // SAMPLED
 
@@ -83,11 +85,16 @@ class DatasetItems:
         """
         if not isinstance(root, Path):
             raise UserError(f"--dataset {name} is read from a disk; give its folder with --data")
+        # timm takes any other word for the test set.
+        if split not in (known := [word for words in SPLITS for word in words]):
+            raise UserError(
+                f"--dataset {name} has no split {split!r}; give --split {' or '.join(known)}"
+            )
         # This import takes 1.2 s.
         from timm.data import create_dataset
 
         try:
-            return cls(create_dataset(name, root=str(root), split=split), name)
+            found = cls(create_dataset(name, root=str(root), split=split), name)
         except UserError:
             raise
         # torchvision has its own errors for each dataset, as of NumPy, tarfile and pickle.
@@ -95,8 +102,10 @@ class DatasetItems:
             problem = f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
             raise UserError(
                 f"--dataset {name} cannot be read from {root} ({problem}); check the name and "
-                "--split, and that the files are there as torchvision's download stores them"
+                "--split, and that the files are there as torchvision.datasets downloads them"
             ) from error
+        found.split = split
+        return found
 
     def where(self, index: int) -> str:
         """Name of item `index` for error messages."""
@@ -147,7 +156,7 @@ class DatasetItems:
         except (UserError, MemoryError):
             raise
         except Exception as error:
-            problem = f"{type(error).__name__}: {error}".rstrip(": ")
+            problem = f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
             raise UserError(
                 f"{self.where(index)} cannot be read ({problem}); correct the dataset, which had "
                 f"{len(self.paths):,} items when it was opened"

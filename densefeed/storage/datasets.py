@@ -160,7 +160,7 @@ def find(root: Path | ObjectURL, dataset: str, split: str) -> Found:
     kind, _, rest = dataset.partition("/")
     if kind in ("list", "classes") and rest:
         check_file(root, kind, rest)
-    if is_factory(dataset) or kind == "torch":
+    if is_factory(dataset) or (kind == "torch" and rest):
         raise UserError(
             f"--dataset {dataset} is labeled, packed and audited, and here files are read; give a "
             ".beton, which `densefeed pack` makes of it, or in Python the dataset to open_loader"
@@ -174,7 +174,7 @@ def find(root: Path | ObjectURL, dataset: str, split: str) -> Found:
         raise UserError(
             f"--dataset {dataset} is unknown; give none for a folder of class folders, "
             "package.module:factory for a dataset of your own, "
-            f"or one of {', '.join([*FINDERS, 'hfds'])} (see --help)"
+            f"or one of {', '.join([*FINDERS, 'hfds', 'torch'])} (see --help)"
         )
     if not isinstance(root, ObjectURL):
         check_local(root)

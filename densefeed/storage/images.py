@@ -214,6 +214,8 @@ class Images:
             folder = dataset.partition("/")[0] in ("", "classes", "share")
             whole = folder and getattr(found, "root", None) == self.root
             self._reads_split = not (whole or dataset.startswith("list/"))
+        # An object that was made for this split.
+        self._reads_split |= getattr(found, "split", None) == split
 
     def _divide(self, whole: "Images", division: SplitOptions) -> None:
         """Become the training or the validation part of `whole`."""

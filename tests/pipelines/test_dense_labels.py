@@ -223,6 +223,11 @@ def put_nan(column):
         (("cat/000.jpg", WHOLE), r"^ids of shape \(\); give one number or path per image"),
         ((["3"], WHOLE), r"has no map of 3; paths in it are like cat/000.jpg"),
         (([0], WHOLE, 2, TargetRules(), "gpu"), r"^device 'gpu' cannot be used here \(.*; give c"),
+        (([], WHOLE[:0]), r"^there are no ids; give one image at least"),
+        ((torch.ones(1, device="meta"), WHOLE), r"^ids are a Tensor .*; give one number or path"),
+        (([0], WHOLE.to("meta")), r"^view has no numbers, or none that are real; give a dense"),
+        (([0], WHOLE.to_sparse()), r"^view has no numbers, or none that are real; give a dense"),
+        (([0], WHOLE.to(torch.complex64)), r"^view has no numbers, or none that are real; give a"),
         (([0], WHOLE, 2, TargetRules(), "meta"), r"^device 'meta' cannot be used here \("),
         (([0], WHOLE, 2, TargetRules(), 3.5), r"^device 3.5 cannot be used here \(.*; give cpu"),
         *(

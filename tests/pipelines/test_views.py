@@ -606,7 +606,9 @@ def test_outside_torchvision_mixes_no_batch_of_views(mix, workers):
     image, label, view = next(iter(loader))
     stacked = torch.stack([Crops()[number][2] for number in range(4)])
     assert torch.equal(stacked.plain, view.plain)
-    for batch in (view, view.to("cpu"), copy.deepcopy(view), stacked):
+    made = [torch.stack(tensors=list(stacked)), torch.cat([view[:2], view[2:]]), view.flip(0)]
+    made += [stacked[torch.tensor([1, 0, 2, 3])], view.float(), view.expand(4, 2, 6)]
+    for batch in (view, view.to("cpu"), copy.deepcopy(view), stacked, *made):
         for sample in ((image, label, batch), ({"image": image, "labels": label, "v": batch},)):
             with pytest.raises(ValueError, match=f"^{mix.__name__}.* does not support .* masks"):
                 mix(num_classes=8)(*sample)

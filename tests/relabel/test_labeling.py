@@ -293,7 +293,7 @@ class Fails(torch.nn.Module):
             image_NCHW = self.fails(image_NCHW)
         side = image_NCHW.shape[-1] // 16
         pooled_NCss = torch.nn.functional.adaptive_avg_pool2d(image_NCHW, side)
-        return pooled_NCss[:, :2]
+        return pooled_NCss[:, : 2 if pooled_NCss.shape[1] == 3 else 3]
 
     def forward(self, image_NCHW):
         return self.forward_features(image_NCHW)
@@ -304,8 +304,10 @@ class Fails(torch.nn.Module):
     [
         (lambda image: image.nothing, "AttributeError: 'Tensor' object has no attribute 'nothing'"),
         (lambda image: image.expand(3, *image.shape), "RuntimeError: "),
-        (lambda image: image[..., :32, :32], "ValueError: maps of the shape [2, 2, 2, 2], and "),
-        (lambda image: image[:1], "ValueError: maps of the shape [1, 4, 4, 2], and those of the "),
+        (lambda image: image[..., :32, :32], "ValueError: logits of the shape [2, 2, 2, 2] in "),
+        (lambda image: image[:1], "ValueError: logits of the shape [1, 4, 4, 2] in place of "),
+        (lambda image: image[:, [0, 1, 2, 0]], "ValueError: logits of the shape [2, 4, 4, 3] in "),
+        (lambda image: image[:, :1], "ValueError: logits of the shape [2, 4, 4, 1] in place of"),
     ],
 )
 def test_outside_a_teacher_that_fails_later_is_one_sentence(folder, tmp_path, fails, reason):

@@ -370,18 +370,29 @@ def write_mnist(root, name):
         head = b"".join(n.to_bytes(4, "big") for n in (0x803, *pixels.shape))
         (folder / f"{split}-images-idx3-ubyte").write_bytes(head + pixels.tobytes())
         head = b"".join(n.to_bytes(4, "big") for n in (0x801, 7))
-        (folder / f"{split}-labels-idx1-ubyte").write_bytes(head + bytes(range(7)))
+        (folder / f"{split}-labels-idx1-ubyte").write_bytes(head + bytes(n % 2 for n in range(7)))
     return pixels
 
 
-def test_outside_datasets_of_torchvision_are_read_by_the_names_of_timm(photos, tmp_path):
+def test_outside_datasets_of_torchvision_are_read_by_the_names_of_timm(photos, tmp_path, capsys):
     pixels = write_mnist(tmp_path, "FashionMNIST")
     for split, same in (("train", True), ("val", False)):
         images = open_images(tmp_path, "torch/fashion_mnist", split)
-        assert images.labels.tolist() == list(range(7))
+        assert images.labels.tolist() == [0, 1, 0, 1, 0, 1, 0]
         assert images.class_names[:2] == ["T-shirt/top", "Trouser"]
         read = [np.asarray(decode(images.read(n), ""))[..., 0] for n in range(7)]
         assert np.array_equal(read, pixels) == same
+        assert images.describe_split() is None
+        assert capsys.readouterr().err == ""
+    parts = [
+        open_images(tmp_path, "torch/fashion_mnist", split, SplitOptions(val_fraction=0.5))
+        for split in ("train", "val")
+    ]
+    divided = {part.open(n).read() for part in parts for n in range(len(part))}
+    assert len(divided) == 7
+    assert {np.asarray(decode(each, ""))[..., 0].tobytes() for each in divided} == {
+        each.tobytes() for each in pixels
+    }
     folder = open_images(photos, "torch/image_folder", "train")
     assert folder.class_names == ["cat", "dog"]
 
@@ -393,6 +404,8 @@ def test_outside_names_of_timm_that_cannot_be_read_are_refused(tmp_path):
     }.items():
         with pytest.raises(UserError, match=f"{name} cannot be read from .* {reason}.*check the n"):
             open_images(tmp_path, name, "train")
+    with pytest.raises(UserError, match="has no split 'trian'; give --split train or training or"):
+        open_images(tmp_path, "torch/mnist", "trian")
     with pytest.raises(UserError, match="torch/mnist is read from a disk; give its folder with --"):
         open_images(None, "torch/mnist", "train")
     with pytest.raises(UserError, match=r"torch/mnist is labeled, packed and audited, .* give"):

@@ -439,7 +439,7 @@ def test_a_share_is_the_same_in_every_call(folders):
 def test_unknown_names_are_refused(tmp_path):
     with pytest.raises(
         UserError,
-        match=r"--dataset mnist is unknown; give none .* or one of cifar10, .* hfds \(see --help\)",
+        match=r"--dataset mnist is unknown; give none .* or one of cifar10, .* torch \(see --h",
     ):
         Images(tmp_path, "mnist")
     with pytest.raises(UserError, match=r"there is no such domain; choose from domainnet/clipart,"):

@@ -176,7 +176,7 @@ class BoxEvaluation(Evaluation):
             size, (W, H) = (image.height, image.width), image.size
             scale = min(side / min(size), side * LONGEST / max(size))
             resized = image.resize([max(1, round(extent * scale)) for extent in (W, H)], filter)
-            return torch.from_numpy(np.array(resized)), size, source.objects(index)
+            return torch.from_numpy(np.array(resized)), size, source.objects(index, *size)
 
         for number, (index, read_one) in enumerate(read_whole(loader, own, read), start=1):
             advance(0, f"evaluating, {number} of {len(own)}")

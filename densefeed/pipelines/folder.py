@@ -186,7 +186,9 @@ class FolderSource(StoreMaps):
         masks.check_size(row, mask, height, width)
         return mask
 
-    def objects(self, index: int) -> list[dict]:
+    def objects(self, index: int, height: int, width: int) -> list[dict]:
+        # It checks the size.
+        self.mask(index, height, width)
         return self.images.masks.objects(self._mask_row(index))
 
     def close(self) -> None:

@@ -195,8 +195,11 @@ class Source:
         """
         raise NotImplementedError
 
-    def objects(self, index: int) -> list[dict]:
-        """Return the objects of sample `index`, see `CocoInstances.objects`; with `instances`."""
+    def objects(self, index: int, height: int, width: int) -> list[dict]:
+        """Return the objects of sample `index`, see `CocoInstances.objects`; with `instances`.
+
+        Otherwise as `mask`.
+        """
         raise NotImplementedError
 
     def map_parts(self, ids: np.ndarray) -> native.Parts:

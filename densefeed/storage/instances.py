@@ -258,7 +258,7 @@ class CocoInstances:
             for number, (k, shape, stated) in enumerate(self._found[index])
             if not stated["iscrowd"]
         ]
-        for code, rle in sorted(shapes, key=lambda pair: -masks.area(pair[1])):
+        for code, rle in sorted(shapes, key=lambda pair: -int(masks.area(pair[1]))):
             map_HW[masks.decode(rle) > 0] = code
         return torch.from_numpy(map_HW)
 

@@ -10,10 +10,7 @@ from densefeed.training.config import Config
 
 PACKED = "--loader ffcv --data train.beton --val val.beton"
 ADE20K = "--data ADEChallengeData2016 --val ADEChallengeData2016"
-COCO = (
-    "--data coco --dataset coco/coco/annotations/instances_train2017.json --val "
-    "coco/annotations/instances_val2017.json"
-)
+COCO = "--data coco --val coco/annotations/instances_val2017.json"
 SCENE_FOLDERS = "--data photos/scenes --val photos/scenes"
 SCENES = "--loader ffcv --data quickstart/train.beton --val quickstart/val.beton"
 

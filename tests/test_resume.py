@@ -184,7 +184,8 @@ def test_segmentation_resumes_to_the_bit(segments, tmp_path, monkeypatch, fields
 
 DETECT = {
     "parts": dict(microbatch=2, zoom_out=0.5, rand_augment="rand-m9"),
-    "float": dict(color_jitter=(0.4,), ema=0.0, sam_rho=0.05),
+    "sam": dict(color_jitter=(0.4,), ema=0.0, sam_rho=0.05),
+    "bf16": dict(precision="bf16", on_nonfinite="skip"),
 }
 
 

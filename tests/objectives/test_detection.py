@@ -418,6 +418,18 @@ def test_gradients_are_finite_and_samples_of_weight_0_have_no_part(detects, tmp_
     assert all((p.grad == 0).all() for p in model.parameters())
 
 
+def test_boxes_are_in_float32_under_autocast():
+    """bfloat16 has no number between 256 and 258."""
+    model = make_model().eval()
+    # Every proposal is kept, as the first class.
+    model.roi_heads.score_thresh, model.roi_heads.nms_thresh = 0.0, 1.0
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        (found,) = model(torch.randn(1, 3, 320, 320))
+    boxes = found["boxes"]
+    assert (boxes.dtype, len(boxes)) == (torch.float32, 100)
+    assert (boxes[boxes > 256] % 2 != 0).float().mean() > 0.5
+
+
 def test_a_detector_of_swin_t_has_the_published_parameters():
     """Swin's paper: 48 M."""
     with torch.device("meta"):

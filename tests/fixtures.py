@@ -405,6 +405,7 @@ def detects(coco):
         batch=4,
         epochs=2,
         size=32,
+        sizes=(),
         ema=0.9,
         drop_path=0.2,
         threads=2,

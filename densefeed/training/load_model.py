@@ -96,8 +96,8 @@ def open_trained(
         )
     if isinstance(model, MaskRCNN):
         raise UserError(
-            f"{path} holds a detector, which finds as many boxes as there are, and no command but "
-            "train reads it; its run folder has its metrics, and densefeed.load_model the network"
+            f"{path} holds a detector, which returns boxes and not one class for each image; its "
+            "run folder has its metrics, and only densefeed train reads it (--init, --resume)"
         )
     facts = checkpoints.read_facts(checkpoint, path)
     if not any(checkpoint.get(key) for key in checkpoints.AVERAGED):

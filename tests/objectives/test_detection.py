@@ -507,7 +507,7 @@ def test_a_classifiers_run_begins_the_backbone(micro, detects, tmp_path, monkeyp
     assert {n.split(".")[0] for n in before.keys() - set(kept)} == {"head", "norm", "token_head"}
     for name in (name for name in kept if "running" not in name and "batches" not in name):
         assert torch.allclose(before[name], after[f"backbone.{name}"], atol=1e-6), name
-    with pytest.raises(UserError, match="holds a detector, which finds as many boxes"):
+    with pytest.raises(UserError, match="holds a detector, which returns boxes and not"):
         open_trained(tmp_path / "detect")
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from densefeed.models.kernels.levers import LEVERS, VARIABLE
+from densefeed.objectives import OBJECTIVES
 from densefeed.recipes import RECIPES
 from densefeed.training.optimizers import FUSED
 
-from ..runs import objective_for
 from . import build
 
 # The most launches outside of CUDA graphs that a batch (copy and augmentation) and a step (losses,
@@ -46,7 +46,7 @@ TRAININGS = {
     "sgd, graph": {"compile": "graph", "optimizer": "sgd", "epochs": EPOCHS},
 }
 # All but detectors, which have as many boxes as they find, and wait for their number.
-STEPS = [name for name, recipe in RECIPES.items() if not objective_for(recipe()).waits]
+STEPS = [n for n, recipe in RECIPES.items() if not OBJECTIVES[recipe().objective.name].waits]
 # How names of jobs end that compile, which takes minutes, are like a fast one, or count launches of
 # a large model, 5 s.
 SLOW = ("blocks", "graph", "on the device", "never", "levers")

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 import densefeed
 from densefeed import recipes
 from densefeed.models.checkpoints import ModelSpec
+from densefeed.objectives import OBJECTIVES
 from densefeed.pipelines.batch import Batch, ScoreMapSpec
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.system.options import with_options
@@ -252,7 +253,9 @@ FAMILIES = {
     "dhvt_t_imagenet": "depth=2",
 }
 # A detector waits: it has as many boxes as it finds.
-WAIT = {name for name, recipe in recipes.RECIPES.items() if objective_for(recipe()).waits}
+WAIT = {
+    name for name, recipe in recipes.RECIPES.items() if OBJECTIVES[recipe().objective.name].waits
+}
 RECIPES = [
     *FAMILIES.items(),
     *(

@@ -14,7 +14,7 @@ PHOTOS = dict(
     **STUDENT | dict(crop_scale=(0.25, 1.0), epochs=3, batch=12, lr_batch=12),
     **DETECT,
     dataset="instances",
-    # Of 512 regions an image a step would take four times as long.
+    # With 512 regions an image a step took 1.5 s of a CPU core, with 64 0.5.
     model_kwargs=(
         "backbone='lvvit_micro'",
         "decoder_width=32",

@@ -139,6 +139,12 @@ class DataOptions(SplitOptions, DecodeOptions, ThreadOptions):
         # A list is of one split, and the images of another are below the same root.
         if kind in ("list", "coco") and isinstance(self.val, Path) and not self.val.is_dir():
             return self.train, f"{kind}/{self.val}"
+        if kind == "coco":
+            raise UserError(
+                f"--val {self.val} is a folder, and --dataset {self.dataset} has the objects of "
+                "the training set; give --val the annotation file of the validation set, or give "
+                "--val-fraction 0.15"
+            )
         # A share is one of the training images.
         return self.val, "" if kind in ("list", "share") else self.dataset
 

@@ -602,6 +602,14 @@ def test_an_image_of_another_size_and_other_classes_of_val_are_refused(coco, det
             training.train(config)
 
 
+def test_a_folder_is_no_validation_set_of_coco(coco, detects, tmp_path):
+    """The annotation file of the training set would name its images."""
+    with pytest.raises(UserError, match=r"is a folder, and .*; give --val the annotation file"):
+        training.train(with_options(detects(tmp_path), val=coco))
+    parts = with_options(detects(tmp_path), val=None, val_fraction=0.3, epochs=1)
+    assert 0 < training.train(parts)["images"] < 9
+
+
 def test_views_of_any_kind_move_objects_as_masks(coco):
     """A code is a class of sample_masks, whatever its size: none is lost to 16 bits."""
     codes = open_coco(coco).mask(1)

@@ -218,7 +218,7 @@ def open_loader(
     places = {"train" if train or options.get("val_fraction") else "val": place}
     # A run reads the list of its validation set from --val.
     kind, _, file = str(options.get("dataset")).partition("/")
-    if not train and kind == "list" and file:
+    if not train and kind in ("list", "coco") and file:
         places = {"train": place, "val": Path(file)}
     data = DataOptions(
         **places,

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from PIL import Image
+from PIL import Image, ImageDraw
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from densefeed.system import object_store
@@ -341,6 +341,82 @@ def segments(masked):
         paths = dict(data=masked[0], val=masked[0], out=out)
         paths |= dict(score_maps=masked[1]) if soft else {}
         return with_options(RECIPES["segment_photos"](), **paths, **(small | fields))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def coco(tmp_path_factory) -> Path:
+    """A folder in COCO's layout: 9 training images and 4 for validation, objects of 3 classes.
+
+    An object is a rectangle or a triangle of the color of its class. The third image of each has
+    none, the first a crowd region, and the second an object that hides most of another.
+    """
+    root, rng = tmp_path_factory.mktemp("coco"), np.random.default_rng(5)
+    (root / "annotations").mkdir()
+    names = {9: "red", 2: "green", 5: "blue"}
+    for split, count in (("train2017", 9), ("val2017", 4)):
+        (root / split).mkdir()
+        images, annotations = [], []
+        for n in range(count):
+            H, W = 48, 64 - 8 * (n % 2)
+            pixels = rng.integers(0, 40, (H, W, 3)).astype(np.uint8)
+            image = Image.fromarray(pixels)
+            for _ in range(0 if n == 2 else 3):
+                left, top = rng.integers(0, 24, 2).tolist()
+                width, height = rng.integers(12, 24, 2).tolist()
+                points = [left, top, left + width, top, left + width, top + height]
+                points += [left, top + height] * int(rng.integers(2))
+                key = (9, 2, 5)[int(rng.integers(3))]
+                channel = (9, 2, 5).index(key)
+                ImageDraw.Draw(image).polygon(points, tuple(np.eye(3, dtype=int)[channel] * 220))
+                annotations.append(
+                    {"image_id": 100 - n, "category_id": key, "segmentation": [points]}
+                    | {"bbox": [left, top, width, height], "area": width * height, "iscrowd": 0}
+                )
+            if n == 0:
+                runs = {"size": [H, W], "counts": [H * 40, H * 10, H * (W - 50)]}
+                annotations.append(
+                    {"image_id": 100, "category_id": 9, "segmentation": runs, "iscrowd": 1}
+                    | {"bbox": [40, 0, 10, H], "area": H * 10}
+                )
+            image.save(root / split / f"{n}.png")
+            images.append({"id": 100 - n, "file_name": f"{n}.png", "height": H, "width": W})
+        content = {
+            "images": images,
+            "annotations": [one | {"id": n} for n, one in enumerate(annotations, start=1)],
+            "categories": [{"id": key, "name": name} for key, name in names.items()],
+        }
+        path = root / "annotations" / f"instances_{split}.json"
+        path.write_text(json.dumps(content))
+    return root
+
+
+@pytest.fixture(scope="session")
+def detects(coco):
+    """Factory of configs of the smallest run with objects: two epochs of four steps."""
+    from densefeed.recipes import RECIPES
+    from densefeed.system.options import with_options
+
+    backbone = "backbone='lvvit_micro'", "depth=2", "stem=((7,2),(3,2),(4,2))", "stem_width=8"
+    small = dict(
+        model_kwargs=(*backbone, "embed_dim=24", "num_heads=2", "decoder_width=8", "samples=16"),
+        dataset=f"coco/{coco}/annotations/instances_train2017.json",
+        batch=4,
+        epochs=2,
+        size=32,
+        sizes=(),
+        ema=0.9,
+        drop_path=0.2,
+        threads=2,
+        eval_every=1,
+        log_every=1,
+        device="cpu",
+    )
+
+    def make(out: Path, **fields):
+        paths = dict(data=coco, val=coco / "annotations/instances_val2017.json", out=out)
+        return with_options(RECIPES["detect_photos"](), **paths, **(small | fields))
 
     return make
 

@@ -27,6 +27,7 @@ ARGUMENTS = (
     "embed_dims mlp_ratios num_layers layers class_token no_embed_class reg_tokens pre_norm "
     "final_norm fc_norm qk_norm init_values ls_init_value layer_scale_init_value output_stride "
     "kernel_sizes patch_norm use_rel_pos_bias use_abs_pos_emb backbone decoder_width auxiliary"
+    " samples"
 )
 # Arguments that count blocks, each of which takes a millisecond to build.
 DEPTHS = frozenset(("depth", "depths", "layers", "num_layers"))

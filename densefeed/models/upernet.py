@@ -37,16 +37,76 @@ class MapNorm(nn.LayerNorm):
         return super().forward(x_NDhw.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
-def make_branch(width: int, channels: int, scale: int) -> nn.Sequential:
+def make_branch(width: int, channels: int, scale: float) -> nn.Sequential:
     """Make a branch that multiplies the sides of a plain transformer's map by `scale`."""
     layers = [nn.Conv2d(width, channels, 1), nn.BatchNorm2d(channels), nn.ReLU()]
     if scale > 1:
         larger = nn.ConvTranspose2d(width, width, scale, scale)
         layers = [larger, nn.BatchNorm2d(width), nn.ReLU(), *layers]
+    elif scale < 1:
+        layers.append(nn.MaxPool2d(round(1 / scale)))
     return nn.Sequential(*layers)
 
 
-class UperNet(nn.Module):
+class OnBackbone(nn.Module):
+    """Base of networks on the maps of a classifier's blocks, see the text above.
+
+    Args:
+        backbone: timm's name of a classifier with `forward_intermediates`, which gets `kwargs`.
+        last: scale of the last map of a plain transformer.
+        widest: its channels, at most; 0: those of the transformer.
+
+    Attributes:
+        channels, strides: of each map; strides in pixels a cell.
+        plain: whether the backbone is a plain transformer.
+
+    Raises AttributeError for a backbone without maps.
+    """
+
+    def __init__(self, backbone: str, last: float = 1, widest: int = LAST, **kwargs) -> None:
+        super().__init__()
+        # Its stages take maps of any size, padded to whole windows.
+        strict = {"strict_img_size": False} if backbone.startswith("swin_") else {}
+        self.backbone = timm.create_model(backbone, num_classes=0, **strict, **kwargs)
+        # timm's config of an export states it.
+        self.num_features, info = self.backbone.num_features, self.backbone.feature_info
+        widths, reductions = ([layer[key] for layer in info] for key in ("num_chs", "reduction"))
+        end, apart = len(info) - 1, max(1, min(3, len(info) // 4))
+        self.plain = len(set(reductions)) == 1
+        if self.plain:
+            D, self.taken = widths[-1], list(range(end % apart, len(info), apart))[-4:]
+            self.channels = [*[D] * (len(self.taken) - 1), min(widest, 6 * D) or D]
+            # A smaller network has its finest maps too.
+            scales = (4, 2, 1, last)[: len(self.taken)]
+            self.strides = [reductions[-1] / scale for scale in scales]
+            pairs = zip(self.channels, scales, strict=True)
+            self.branches = nn.ModuleList(make_branch(D, C, scale) for C, scale in pairs)
+        else:
+            self.taken = list(range(len(info)))[-4:]
+            self.channels = [widths[layer] for layer in self.taken]
+            self.strides = [reductions[layer] for layer in self.taken]
+            self.branches = nn.ModuleList(MapNorm(C) for C in self.channels)
+        # Weights without a gradient would stop DistributedDataParallel.
+        self.backbone.prune_intermediate_layers(self.taken, prune_norm=True, prune_head=True)
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the backbone's exceptions, for timm's grouping."""
+        own = getattr(self.backbone, "no_weight_decay", set)()
+        return {f"backbone.{name}" for name in own}
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Let the backbone recompute activations in the backward pass."""
+        self.backbone.set_grad_checkpointing(enable)
+
+    def make_maps(self, image_NCHW: Tensor) -> list[Tensor]:
+        """Return the maps of images, from the finest to the coarsest."""
+        maps = self.backbone.forward_intermediates(
+            image_NCHW, indices=self.taken, intermediates_only=True
+        )
+        return [branch(x) for branch, x in zip(self.branches, maps, strict=True)]
+
+
+class UperNet(OnBackbone):
     """A decoder on a backbone: images `[N, 3, H, W]` to logits `[N, K, H, W]`.
 
     In training it returns `PixelLogits`.
@@ -67,7 +127,6 @@ class UperNet(nn.Module):
         auxiliary: int = 256,
         **kwargs,
     ) -> None:
-        super().__init__()
         try:
             # Four seconds, which no other model should wait for.
             from transformers import UperNetConfig
@@ -76,30 +135,12 @@ class UperNet(nn.Module):
             raise UserError(
                 f"upernet needs the package transformers; {install_extra('segment')}"
             ) from error
-        # Its stages take maps of any size, padded to whole windows.
-        strict = {"strict_img_size": False} if backbone.startswith("swin_") else {}
-        self.backbone = timm.create_model(backbone, num_classes=0, **strict, **kwargs)
+        super().__init__(backbone, **kwargs)
         self.pretrained_cfg = self.backbone.pretrained_cfg | {
             "architecture": "upernet",
             "classifier": ("decoder.classifier", *["auxiliary.classifier"] * bool(auxiliary)),
         }
-        self.num_classes, info = num_classes, self.backbone.feature_info
-        # timm's config of an export states it.
-        self.num_features = self.backbone.num_features
-        widths = [layer["num_chs"] for layer in info]
-        last, apart = len(info) - 1, max(1, min(3, len(info) // 4))
-        if plain := len({layer["reduction"] for layer in info}) == 1:
-            D, self.taken = widths[-1], list(range(last % apart, len(info), apart))[-4:]
-            channels = [*[D] * (len(self.taken) - 1), min(LAST, 6 * D)]
-            # A smaller network has its finest maps too.
-            scales = zip(channels, (4, 2, 1, 1), strict=False)
-            self.branches = nn.ModuleList(make_branch(D, C, scale) for C, scale in scales)
-        else:
-            self.taken = list(range(len(info)))[-4:]
-            channels = [widths[layer] for layer in self.taken]
-            self.branches = nn.ModuleList(MapNorm(C) for C in channels)
-        # Weights without a gradient would stop DistributedDataParallel.
-        self.backbone.prune_intermediate_layers(self.taken, prune_norm=True, prune_head=True)
+        self.num_classes, channels, plain = num_classes, self.channels, self.plain
         sizes = {"num_labels": num_classes, "hidden_size": decoder_width}
         config = UperNetConfig(**sizes, auxiliary_channels=auxiliary)
         self.decoder = UperNetHead(config, channels)
@@ -109,25 +150,13 @@ class UperNet(nn.Module):
             if part is not None:
                 part.apply(init_convolution)
 
-    def no_weight_decay(self) -> set[str]:
-        """Return the backbone's exceptions, for timm's grouping."""
-        own = getattr(self.backbone, "no_weight_decay", set)()
-        return {f"backbone.{name}" for name in own}
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Let the backbone recompute activations in the backward pass."""
-        self.backbone.set_grad_checkpointing(enable)
-
     def forward(self, image_NCHW: Tensor) -> Tensor | PixelLogits:
         if self.training and len(image_NCHW) == 1:
             raise UserError(
                 "the decoder normalizes one pooled cell an image over the images of a forward pass,"
                 " which needs two; give a larger --batch or --microbatch, or fewer ranks"
             )
-        maps = self.backbone.forward_intermediates(
-            image_NCHW, indices=self.taken, intermediates_only=True
-        )
-        maps = [branch(x) for branch, x in zip(self.branches, maps, strict=True)]
+        maps = self.make_maps(image_NCHW)
         size = tuple(image_NCHW.shape[2:])
         logits = resize(self.decoder(maps), size)
         if not self.training:
@@ -150,12 +179,12 @@ def init_convolution(module: nn.Module) -> None:
         nn.init.normal_(module.classifier.weight, std=0.01)
 
 
-def checkpoint_filter_fn(weights: dict[str, Tensor], model: UperNet) -> dict[str, Tensor]:
+def checkpoint_filter_fn(weights: dict[str, Tensor], model: OnBackbone) -> dict[str, Tensor]:
     """Return weights by the names of `model`; those of a classifier become its backbone's.
 
     Heads and final norm of the classifier are left out, and the decoder keeps its initial weights.
     """
-    if any(name.startswith("decoder.") for name in weights):
+    if any(name.startswith(("decoder.", "rpn.")) for name in weights):
         return weights
     backbone, heads = model.backbone, model.pretrained_cfg["classifier"]
     adapt = getattr(inspect.getmodule(type(backbone)), "checkpoint_filter_fn", None)

@@ -14,6 +14,7 @@ from tyro.conf import arg
 from densefeed.objectives.base import Method, Objective, Setting
 from densefeed.objectives.bootstrapping import Bootstrapping
 from densefeed.objectives.ce import CrossEntropy
+from densefeed.objectives.detection import Detection
 from densefeed.objectives.drloc import DRLoc
 from densefeed.objectives.relabel import ReLabel
 from densefeed.objectives.segmentation import Segmentation, SoftSegmentation
@@ -43,6 +44,7 @@ for builtin in (
     TokenLabeling,
     Segmentation,
     SoftSegmentation,
+    Detection,
     DRLoc,
     Bootstrapping,
 ):
@@ -54,7 +56,8 @@ class Objectives(Options):
     """The section `objective` of a run's options."""
 
     # ce: image labels; relabel: dense label of the crop; token-label: dense label of every token;
-    # segment: masks of pixels; segment-soft: a teacher's dense labels of pixels, and masks
+    # segment: masks of pixels; segment-soft: a teacher's dense labels of pixels, and masks;
+    # detect: boxes and masks of objects
     name: Annotated[str, arg(name="objective")] = "token-label"
 
 

@@ -16,7 +16,7 @@ from densefeed.models.token_transformer import FUSED_FROM
 from densefeed.models.wrapped_model import WrappedModel
 from densefeed.pipelines.augment.augmentation import Normalize
 from densefeed.pipelines.batch import Batch, ScoreMapSpec
-from densefeed.pipelines.loader import ThreadedLoader
+from densefeed.pipelines.loader import Masks, ThreadedLoader
 from densefeed.pipelines.mixing import (
     Mix,
     MixOptions,
@@ -105,7 +105,9 @@ class Objective:
     Class attributes:
         name: what `--objective` calls it; of a method the option that switches it on.
         needs_score_maps: whether batches must carry score maps.
-        needs_masks: whether batches must carry hard masks.
+        needs_masks: whether batches must carry hard masks; "instances": maps of objects.
+        waits: whether shapes in a step depend on values: it waits for the device, and can neither
+            be compiled nor counted.
         needs_tokens: whether the model must have a head on every token.
         mixes_labels: whether its loss mixes labels as the images are mixed; else a run that mixes
             is refused.
@@ -121,7 +123,8 @@ class Objective:
 
     name: str
     needs_score_maps: bool = False
-    needs_masks: bool = False
+    needs_masks: Masks = False
+    waits: bool = False
     needs_tokens: bool = False
     mixes_labels: bool = False
     adds_network: bool = False

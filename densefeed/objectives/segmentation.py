@@ -230,21 +230,36 @@ def read_images(
     """
     source, filter = loader.source, str_to_pil_interp(loader.plan.crop_interpolation)
 
-    def read(index: int) -> tuple[list[Tensor], Tensor] | Exception:
-        try:
-            image = source.image(index)
-            mask = source.mask(index, image.height, image.width)
-        except (UserError, OSError) as error:
-            return error
+    def read(index: int) -> tuple[list[Tensor], Tensor]:
+        image = source.image(index)
+        mask = source.mask(index, image.height, image.width)
         used = scales if mask.numel() else ()
         return [scale_image(image, scale * side, filter) for scale in used], mask
 
+    for _, found in read_whole(loader, ids, read):
+        yield found
+
+
+def read_whole(
+    loader: ThreadedLoader, ids: list[int], read: Callable[[int], Any]
+) -> Iterator[tuple[int, Any]]:
+    """Yield `(index, read(index))` of whole images, read ahead on threads; None if it is skipped.
+
+    UserError for an image that cannot be read, unless such samples are skipped.
+    """
+
+    def try_read(index: int) -> Any:
+        try:
+            return read(index)
+        except (UserError, OSError) as error:
+            return error
+
     with ThreadPoolExecutor(AHEAD) as pool:
-        for index, found in zip(ids, ordered_map(read, ids, pool, AHEAD), strict=True):
+        for index, found in zip(ids, ordered_map(try_read, ids, pool, AHEAD), strict=True):
             if isinstance(found, Exception):
                 loader.report(index, found)
                 found = None
-            yield found
+            yield index, found
 
 
 def hard_loss(logits_NKHW: Tensor, mask_NHW: Tensor) -> Tensor:

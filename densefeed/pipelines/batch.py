@@ -60,7 +60,9 @@ class Batch(NamedTuple):
     axis_aligned: bool = False
     epoch: int = 0
     step: int = 0  # position of the batch in its epoch
-    mask: Tensor | None = None  # int16 [N, H, W], classes of pixels, -1 unlabeled; for segmentation
+    # int16 [N, H, W], classes of pixels, -1 unlabeled; for segmentation. For detection int32, codes
+    # of objects (storage/instances.py).
+    mask: Tensor | None = None
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -16,6 +16,9 @@ from torch import Tensor
 from densefeed import native
 from densefeed.pipelines.batch import ScoreMapSpec, allocate_maps
 from densefeed.pipelines.loader import Encoded, Source
+
+# Importing it registers its kinds of datasets.
+from densefeed.storage import instances  # noqa: F401
 from densefeed.storage.dataset_items import DatasetItems
 from densefeed.storage.images import WHOLE, Images, SplitOptions, decode, sample_evenly
 from densefeed.storage.score_maps import ScoreMaps, ScoreMapStore
@@ -90,6 +93,7 @@ class FolderSource(StoreMaps):
         if folder := self.images.masks:
             rows = range(len(folder)) if self.images.rows is None else self.images.rows
             self.masks = sum(folder.masks[row] is not None for row in rows)
+            self.instances = getattr(folder, "instances", False)
         self.fingerprint = self.images.fingerprint()
         if maps is not None:
             self._store = ScoreMapStore(maps)
@@ -172,12 +176,20 @@ class FolderSource(StoreMaps):
     def image(self, index: int) -> Image.Image:
         return decode(self.images.read(index), self.where(index))
 
+    def _mask_row(self, index: int) -> int:
+        rows = self.images.rows
+        return index if rows is None else int(rows[index])
+
     def mask(self, index: int, height: int, width: int) -> Tensor:
-        rows, masks = self.images.rows, self.images.masks
-        row = index if rows is None else int(rows[index])
+        row, masks = self._mask_row(index), self.images.masks
         mask = masks.mask(row)
         masks.check_size(row, mask, height, width)
         return mask
+
+    def objects(self, index: int, height: int, width: int) -> list[dict]:
+        # It checks the size.
+        self.mask(index, height, width)
+        return self.images.masks.objects(self._mask_row(index))
 
     def close(self) -> None:
         self._readers.shutdown(cancel_futures=True)

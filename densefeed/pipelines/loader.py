@@ -38,6 +38,8 @@ AHEAD = 3
 # Samples whose random numbers are drawn at once. Decoding and steps displace numpy's code from the
 # caches, and loading it again takes longer than the computation.
 DRAWN = 2048
+# What batches carry beside images: nothing, classes of pixels, or codes of objects.
+Masks = bool | Literal["instances"]
 # In place of an image that cannot be read: the decoder refuses an empty JPEG.
 MISSING = np.empty(0, np.uint8)
 
@@ -126,6 +128,7 @@ class Source:
     remedy: str  # what to do about an image that cannot be decoded, ends the error message
     score_maps: ScoreMapSpec | None = None  # shape and meaning of the score maps; None without maps
     masks: int | None = None  # samples that have a hard mask; None: `mask` reads none
+    instances: bool = False  # whether masks are maps of objects (storage/instances.py)
     teacher: str = ""  # of the score maps, as their store names it; empty: not known
     # of a part that was divided from a folder when it was packed: its dataset, val_fraction and
     # val_seed; checkpoints keep it
@@ -189,6 +192,13 @@ class Source:
         `[0, 0]` for a sample without a mask. Only where `masks` is a number; called by several
         threads at once. Raises UserError for a mask that cannot be read, or of another size than
         the image's.
+        """
+        raise NotImplementedError
+
+    def objects(self, index: int, height: int, width: int) -> list[dict]:
+        """Return the objects of sample `index`, see `CocoInstances.objects`; with `instances`.
+
+        Otherwise as `mask`.
         """
         raise NotImplementedError
 
@@ -313,7 +323,7 @@ class ThreadedLoader:
         self.class_names, self.num_classes = source.class_names, len(source.class_names)
         self.score_maps, self.fingerprint = source.score_maps, source.fingerprint
         self.skipped, self._device, self._size = 0, device, plan.batch // plan.ranks
-        self.with_masks = False
+        self.with_masks: Masks = False
         # Samples whose score maps were read and hold no impossible values.
         self._checked = np.zeros(len(source.labels), bool)
         self._shapes, self._memory = [], Memory()
@@ -510,6 +520,7 @@ class ThreadedLoader:
     def _add_masks(self, batch: Batch, tasks: Sequence[Future], bad: list[int]) -> Batch:
         """Add the masks at the pixels of the crops; append rows whose mask is skipped to `bad`."""
         size, masks = tuple(batch.image.shape[1:3]), []
+        dtype = torch.int32 if self.source.instances else torch.int16
         for row, task in enumerate(tasks):
             mask = torch.empty(0, 0, dtype=torch.int64)
             try:
@@ -524,8 +535,8 @@ class ThreadedLoader:
 
         def sample(pair: tuple[Tensor, Tensor]) -> Tensor:
             if not pair[0].numel():
-                return torch.full(size, UNLABELED, dtype=torch.int16)
-            return sample_masks([pair[0]], pair[1][None], size)[0].to(torch.int16)
+                return torch.full(size, UNLABELED, dtype=dtype)
+            return sample_masks([pair[0]], pair[1][None], size)[0].to(dtype)
 
         # Each on a thread, as it takes milliseconds for 512 x 512 pixels.
         pairs = zip(masks, batch.view, strict=True)

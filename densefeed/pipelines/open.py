@@ -13,7 +13,7 @@ from tyro.conf import arg
 from densefeed.pipelines.dali import DaliLoader
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
-from densefeed.pipelines.loader import CPU, Source, ThreadedLoader
+from densefeed.pipelines.loader import CPU, Masks, Source, ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan, Interpolation
 from densefeed.pipelines.remote import RemoteSource
 from densefeed.pipelines.shapes import (
@@ -137,8 +137,14 @@ class DataOptions(SplitOptions, DecodeOptions, ThreadOptions):
             )
         kind = self.dataset.partition("/")[0]
         # A list is of one split, and the images of another are below the same root.
-        if kind == "list" and isinstance(self.val, Path) and not self.val.is_dir():
-            return self.train, f"list/{self.val}"
+        if kind in ("list", "coco") and isinstance(self.val, Path) and not self.val.is_dir():
+            return self.train, f"{kind}/{self.val}"
+        if kind == "coco":
+            raise UserError(
+                f"--val {self.val} is a folder, and --dataset {self.dataset} has the objects of "
+                "the training set; give --val the annotation file of the validation set, or give "
+                "--val-fraction 0.15"
+            )
         # A share is one of the training images.
         return self.val, "" if kind in ("list", "share") else self.dataset
 
@@ -326,7 +332,7 @@ def open_dataset(
     rank: int = 0,
     ranks: int = 1,
     maps: bool = True,
-    masks: bool = False,
+    masks: Masks = False,
     device: torch.device = CPU,
     beside: Source | None = None,
     items: DatasetItems | None = None,
@@ -338,7 +344,7 @@ def open_dataset(
         seed: key of every random draw.
         microbatches: forward passes that a global batch is divided into, see `EpochPlan`.
         maps: whether training batches carry score maps, if the set has any.
-        masks: whether hard masks are needed; training batches carry them.
+        masks: whether hard masks, or maps of objects, are needed; training batches carry them.
         device: where DALI decodes.
         beside: a part of the same data that is open; with --val-fraction the folder is not listed
             again.
@@ -394,6 +400,8 @@ def open_dataset(
     if isinstance(source, RemoteSource):
         source.check_room(plan)
     streamed = training and maps and not data.maps_on_device
+    if masks:
+        check_masks(path, source, masks)
     # Maps can do without.
     if masks and not source.masks and (source.masks is None or not training or not maps):
         source.close()
@@ -405,6 +413,22 @@ def open_dataset(
     opened = make(source, plan, data.threads, data.on_bad_sample, streamed, device)
     opened.with_masks = masks and training
     return opened
+
+
+def check_masks(path: Location, source: Source, masks: Masks) -> None:
+    """Raise UserError if a source has classes of pixels and objects are needed, or vice versa."""
+    if masks == "instances" and not source.instances:
+        source.close()
+        raise UserError(
+            f"{path} is read without objects, which detection needs; give --dataset coco/FILE, or "
+            "instances for photo scenes"
+        )
+    if masks != "instances" and source.instances:
+        source.close()
+        raise UserError(
+            f"{path} is read with objects, which --objective detect needs; segmentation needs "
+            "classes of pixels: give --dataset masks"
+        )
 
 
 def choose_order(data: DataOptions, source: Source, training: bool) -> dict[str, str | int]:

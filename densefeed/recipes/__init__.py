@@ -7,6 +7,7 @@ commands for the tables of the papers.
 from densefeed.recipes import (
     bootstrapping,
     deit,
+    detection,
     dhvt,
     drloc,
     lvvit,
@@ -19,6 +20,9 @@ from densefeed.recipes import (
 # Modules by their short names, by which the command line lists their recipes.
 PAPERS = {
     paper.__name__.rpartition(".")[2]: paper
-    for paper in (lvvit, deit, bootstrapping, drloc, dhvt, micro, quickstart, photos, segmentation)
+    for paper in (
+        *(lvvit, deit, bootstrapping, drloc, dhvt, micro, quickstart, photos),
+        *(segmentation, detection),
+    )
 }
 RECIPES = {name: recipe for paper in PAPERS.values() for name, recipe in paper.RECIPES.items()}

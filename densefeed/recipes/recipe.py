@@ -10,6 +10,8 @@ from densefeed.training.config import Config
 
 PACKED = "--loader ffcv --data train.beton --val val.beton"
 ADE20K = "--data ADEChallengeData2016 --val ADEChallengeData2016"
+COCO = "--data coco --val coco/annotations/instances_val2017.json"
+SCENE_FOLDERS = "--data photos/scenes --val photos/scenes"
 SCENES = "--loader ffcv --data quickstart/train.beton --val quickstart/val.beton"
 
 
@@ -39,7 +41,7 @@ def table(
 
     A row is a tuple: the options that differ from the base; where there is one, the published
     top-1, or what the table states in place of it; and the weights to begin from. Recipes of the
-    papers, whose data are PACKED or ADE20K, were not run.
+    papers, whose data are PACKED, ADE20K or COCO, were not run.
     """
     recipes = {}
     for name, (options, *more) in rows.items():
@@ -49,7 +51,7 @@ def table(
         if isinstance(base, Recipe):
             notes.append(f"Otherwise as {base.name}.")
         notes.append(f"The row: {show_options(options)}.")
-        if data in (PACKED, ADE20K):
+        if data in (PACKED, ADE20K, COCO):
             notes.append("Not run here.")
         command = f"densefeed train {name} {data} --out runs/{name}{start}"
         text = "\n\n".join([about, command, " ".join(filter(None, notes))])

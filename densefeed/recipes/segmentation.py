@@ -4,7 +4,7 @@ import tyro
 
 from densefeed.recipes.photos import STUDENT
 from densefeed.recipes.quickstart import STUDENT as MICRO
-from densefeed.recipes.recipe import ADE20K, table
+from densefeed.recipes.recipe import ADE20K, SCENE_FOLDERS, table
 from densefeed.system.options import with_options
 from densefeed.training.config import Config
 
@@ -41,7 +41,6 @@ LVVIT_S, LVVIT_M, LVVIT_L = (
     )
     for name, width in (("s", 256), ("m", 256), ("l", 512))
 )
-SCENES = "--data photos/scenes --val photos/scenes"
 PHOTOS = dict(
     **STUDENT | dict(crop_scale=(0.25, 1.0), epochs=3, batch=12, lr_batch=12),
     **MASKS,
@@ -68,7 +67,7 @@ RECIPES = {
 
 Give a run of photos_ce or photos_token_label to --init, or train from scratch.""",
         with_options(Config(), **PHOTOS),
-        data=SCENES,
+        data=SCENE_FOLDERS,
         segment_photos=({}, "Hard masks."),
         segment_photos_soft=(
             dict(objective="segment-soft"),

@@ -16,6 +16,8 @@
                        (ImageNet-100)
     share/PERCENT      a fixed share of the images of every class folder (ImageNet 1, 5, 10, 50 %)
     masks              images with hard masks, for segmentation (mask_folder.py)
+    instances          photo scenes with the objects of their masks, for detection (instances.py)
+    coco/FILE          images with the objects of an annotation file of COCO (instances.py)
     hfds/NAME          as timm reads it
 
 What package.module:factory makes, and torch/NAME of timm, is read by dataset_items.py.
@@ -105,7 +107,7 @@ class Listed(NamedTuple):
     class_names: list[str]
     root: Path
     pixels: np.ndarray | None = None  # uint8 [N, height, width, 3], only for pixel arrays
-    masks: Any = None  # MaskFolder, if the dataset has hard masks
+    masks: Any = None  # MaskFolder, if the dataset has hard masks, or a reader of objects
 
     def where(self, index: int) -> str:
         """Name of sample `index` for error messages."""
@@ -158,7 +160,7 @@ def find(root: Path | ObjectURL, dataset: str, split: str) -> Found:
     UserError if it is missing and cannot be downloaded, has no such split, or its list is invalid.
     """
     kind, _, rest = dataset.partition("/")
-    if kind in ("list", "classes") and rest:
+    if kind in ("list", "classes", "coco") and rest:
         check_file(root, kind, rest)
     if is_factory(dataset) or (kind == "torch" and rest):
         raise UserError(

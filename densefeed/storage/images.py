@@ -213,7 +213,7 @@ class Images:
             # A list is of one split; a folder of class folders has no folders of splits.
             folder = dataset.partition("/")[0] in ("", "classes", "share")
             whole = folder and getattr(found, "root", None) == self.root
-            self._reads_split = not (whole or dataset.startswith("list/"))
+            self._reads_split = not (whole or dataset.startswith(("list/", "coco/")))
         # An object that was made for this split.
         self._reads_split |= getattr(found, "split", None) == split
 

@@ -239,13 +239,16 @@ def read_masks(root: Path, name: str, split: str) -> Listed:
     """
     if name:
         raise UserError(f"--dataset masks/{name}: the layout has no names; give --dataset masks")
-    folder = MaskFolder(root, split)
-    paths = [path.relative_to(root).as_posix() for path in folder.images]
+    return list_masked(root, MaskFolder(root, split))
+
+
+def list_masked(root: Path, folder: Any) -> Listed:
+    """Return the images of a `MaskFolder`, or of another reader of masks, after a check of some."""
     # Masks of other classes are found before a training begins.
     for index in sample_evenly(len(folder), CHECKED).tolist():
         folder.mask(index)
-    labels = np.zeros(len(paths), np.int64)
-    return Listed(paths, labels, folder.classes, Path(root), masks=folder)
+    paths = [path.relative_to(root).as_posix() for path in folder.images]
+    return Listed(paths, np.zeros(len(paths), np.int64), folder.classes, Path(root), masks=folder)
 
 
 register_dataset("masks", read_masks)

@@ -247,9 +247,9 @@ def build_step(config: Config, device: torch.device) -> Callable[[], int]:
     All steps get the first batch of the training set as the loader made it, and copy, augment and
     split it, with other draws in each.
     """
-    ranks = Ranks(0, 1, device)
-    optim, run = divide_batch(config.optim, ranks), choose_compile(config.run, ranks)
-    objective, options = build_objective(config.setting), config.model
+    ranks, options = Ranks(0, 1, device), config.model
+    objective, optim = build_objective(config.setting), divide_batch(config.optim, ranks)
+    run = choose_compile(config.run, ranks, objective)
     with closing(open_loader(config.data, optim, run.seed, objective, "train", ranks)) as loader:
         with closing(loader.batches(0)) as batches:
             first = next(batches)

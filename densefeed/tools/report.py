@@ -70,7 +70,7 @@ from densefeed.training.build import build_model
 from densefeed.training.config import Config
 from densefeed.training.guards import explain_oom
 from densefeed.training.load_model import Trained, crop_input, open_trained
-from densefeed.training.logs import complete_lines, parse_record
+from densefeed.training.logs import RATED, complete_lines, parse_record
 from densefeed.training.setup import open_loader
 
 # Crops on the contact sheet, and whole scenes with their masks.
@@ -114,8 +114,6 @@ class Report(Options):
     out: Path | None = None  # the HTML to write; default: report.html in the last run's folder
 
 
-# Metrics by which runs are compared, as evaluations name them and as the page does.
-RATED = {"top1": "top-1", "miou": "mean IoU"}
 # Options that say where and how fast a run trains, not what it trains. The table of results leaves
 # them out.
 PLACES = {

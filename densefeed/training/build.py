@@ -175,10 +175,11 @@ def flops_shares(
     """Return the operations of a training image over those that all devices do in a second.
 
     For each shape of the network's input; times the images per second this is the MFU. Empty where
-    `peak_flops` knows no rate. `passes` is 2 with SAM; `dtype` is that of autocast.
+    `peak_flops` knows no rate, or the objective waits. `passes` is 2 with SAM; `dtype` is that of
+    autocast.
     """
     peak = peak_flops(ranks.device, dtype or torch.float32)
-    if peak is None:
+    if peak is None or objective.waits:
         return {}
     with torch.device("meta"):
         # `place` does nothing here, so that added networks stay on the meta device too.

@@ -14,6 +14,7 @@ from timm.layers import resample_abs_pos_embed
 from torch import nn
 
 from densefeed.models import checkpoints
+from densefeed.models.mask_rcnn import MaskRCNN
 from densefeed.models.model_spec import CANNOT_BUILD, imagenet_names
 from densefeed.models.token_transformer import TokenTransformer
 from densefeed.models.upernet import UperNet
@@ -92,6 +93,11 @@ def open_trained(
         raise UserError(
             f"{path} holds a segmentation network, which classifies pixels and not images; its "
             "run folder has its metrics, and densefeed export and label read it"
+        )
+    if isinstance(model, MaskRCNN):
+        raise UserError(
+            f"{path} holds a detector, which returns boxes and not one class for each image; its "
+            "run folder has its metrics, and only densefeed train reads it (--init, --resume)"
         )
     facts = checkpoints.read_facts(checkpoint, path)
     if not any(checkpoint.get(key) for key in checkpoints.AVERAGED):

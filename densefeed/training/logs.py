@@ -32,7 +32,7 @@ Values = dict[str, float]
 # Bytes of a line of metrics.jsonl. A training writes about 250.
 LONGEST = 2**16
 # Metrics by which checkpoints are rated, and their names in messages.
-RATED = {"top1": "top-1", "miou": "mIoU"}
+RATED = {"top1": "top-1", "miou": "mIoU", "map_box": "box AP"}
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 # Beyond all numbers of a record, which are float32: larger ones overflow in a page's curves.
 MOST = 2.0**128

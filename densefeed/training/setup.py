@@ -117,7 +117,7 @@ def setup_run(config: Config, ranks: Ranks) -> Run:
         check_same_run(config, checkpoint["config"])
     # A resumed run keeps its forward passes where it can.
     optim = divide_batch(config.optim, ranks, checkpoint["microbatch"] if checkpoint else 0)
-    config = replace(config, optim=optim, run=choose_compile(config.run, ranks))
+    config = replace(config, optim=optim, run=choose_compile(config.run, ranks, objective))
     if config.model.frozen_statistics:
         check_frozen(objective)
     loader = open_loader(data, optim, config.run.seed, objective, "train", ranks)
@@ -310,6 +310,11 @@ def check_frozen(objective: Objective) -> None:
             "--frozen-statistics trains in evaluation mode, where a model returns no logits of its "
             "tokens; give --objective ce or relabel"
         )
+    if objective.waits:
+        raise UserError(
+            "--frozen-statistics trains in evaluation mode, where a detector returns boxes and no "
+            "losses; remove it"
+        )
     if objective.adds_network:
         raise UserError(
             "--frozen-statistics keeps the statistics of BatchNorm, and the network that "
@@ -358,12 +363,19 @@ def align_classes(
     """Number the classes of the validation set as those of the training set, by their names.
 
     Prints which classes it has no images of. Raises UserError if it has others, or if the training
-    set has one class alone.
+    set has one class alone, which only objects may have. Masks are not renumbered: the classes of
+    both sets must be equal.
     """
-    check_two_classes(data.train, train.class_names)
     names = train.class_names
+    if not train.source.instances:
+        check_two_classes(data.train, names)
     if names == val.class_names:
         return
+    if train.with_masks:
+        raise UserError(
+            f"--val {data.val} has other classes than --data {data.train}, or in another order; "
+            "give both sets the same classes"
+        )
     found = match_forms(val.class_names, names)
     known, there = set(names), set(found)
     if others := [name for name in found if name not in known]:
@@ -493,8 +505,15 @@ def divide_batch(optim: OptimOptions, ranks: Ranks, before: int = 0) -> OptimOpt
     return replace(optim, microbatch=small)
 
 
-def choose_compile(run: RunOptions, ranks: Ranks) -> RunOptions:
-    """Decide what `--compile auto` compiles."""
+def choose_compile(run: RunOptions, ranks: Ranks, objective: Objective) -> RunOptions:
+    """Decide what `--compile auto` compiles. UserError for a step that cannot be compiled."""
+    if objective.waits:
+        if run.compile not in ("auto", "never"):
+            raise UserError(
+                f"--compile {run.compile} needs shapes that do not depend on values, and "
+                f"{objective.flag} has as many boxes as it finds; remove the option"
+            )
+        return replace(run, compile="never")
     cuda = ranks.device.type == "cuda"
     if run.compile == "graph" and not cuda and ranks.is_first:
         print("--compile graph is --compile whole on this device, which has no CUDA graphs")

@@ -445,8 +445,8 @@ def test_outside_predicted_masks_are_beside_the_true_ones(segments, masked, tmp_
     monkeypatch.setattr(report, "read_license", licenses.get)
     main(Report(runs=(tmp_path / "run",)))
     text = (tmp_path / "run/report.html").read_text()
-    assert "<th>mean IoU</th>" in text
-    assert "mean IoU on the validation set by epoch" in text
+    assert "<th>mIoU</th>" in text
+    assert "mIoU on the validation set by epoch" in text
     assert "The pictures show cut-outs under a license." in text
     shares = re.findall(r"(\d+) % of the labeled pixels are right; validation sample (\d)", text)
     assert sorted(int(index) for _, index in shares) == [1, 2, 3, 4]

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 import densefeed
 from densefeed import recipes
 from densefeed.models.checkpoints import ModelSpec
+from densefeed.objectives import OBJECTIVES
 from densefeed.pipelines.batch import Batch, ScoreMapSpec
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.system.options import with_options
@@ -251,9 +252,17 @@ FAMILIES = {
     "swin_t_drloc": "depths=(2,1,1,1)",
     "dhvt_t_imagenet": "depth=2",
 }
+# A detector waits: it has as many boxes as it finds.
+WAIT = {
+    name for name, recipe in recipes.RECIPES.items() if OBJECTIVES[recipe().objective.name].waits
+}
 RECIPES = [
     *FAMILIES.items(),
-    *(pytest.param(name, "", marks=pytest.mark.slow) for name in recipes.RECIPES),
+    *(
+        pytest.param(name, "", marks=pytest.mark.slow)
+        for name in recipes.RECIPES
+        if name not in WAIT
+    ),
 ]
 # Pooling of score maps, because bfloat16 keeps 8 bits of a logit, and T2T-ViT's performers, whose
 # 16-bit exponentials gave NaN.
@@ -293,6 +302,10 @@ def test_a_step_waits_for_nothing_without_triton(monkeypatch, name):
     assert ("fused_token_loss" in watch.products[half]) == (name == "fused head")
     assert watch.products.pop(half)
     assert watch.products.pop(torch.float32, set()) <= IN_FLOAT32
+
+
+def test_detectors_alone_wait():
+    assert {"detect_photos", "detect_coco_swin_t"} == WAIT
 
 
 def test_what_waits_is_found():

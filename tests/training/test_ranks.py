@@ -128,6 +128,30 @@ def test_outside_segmentation_on_two_ranks_has_the_losses_of_one(
     assert seen[0] == seen[1] == [(4, 5), (8, 5)]
 
 
+@pytest.mark.slow
+def test_detection_on_two_ranks_has_the_losses_and_the_precision_of_one(
+    detects, tmp_path, run, alone
+):
+    """With equal microbatches, and without BatchNorm, whose statistics would differ.
+
+    The precision is that of the boxes of both ranks together.
+    """
+    small = "embed_dim=16", "depths=(1,1,1,1)", "num_heads=(1,2,2,2)", "window_size=4"
+    kwargs = "backbone='swin_tiny_patch4_window7_224'", *small, "decoder_width=8", "samples=16"
+    fields = dict(microbatch=2, model_kwargs=kwargs, drop_path=0.0, warmup_epochs=0.0, ema=0.0)
+    alone(tmp_path / "one", detects(tmp_path / "alone", **fields))
+    run(tmp_path / "two", detects(tmp_path / "both", **fields))
+    names = "loss", "grad_norm"
+    one, two = (read_metrics(tmp_path / out, "train", *names) for out in ("alone", "both"))
+    assert len(one) == 6
+    assert two == [pytest.approx(line, rel=1e-5) for line in one]
+    names = "images", "map_box", "map_mask_50"
+    seen = [read_metrics(tmp_path / out, "val", *names) for out in ("alone", "both")]
+    assert [line[:2] for line in seen[0]] == [(3, 4), (6, 4)]
+    assert seen[1] == [pytest.approx(line, rel=1e-3) for line in seen[0]]
+    assert seen[0][1][2] > 0
+
+
 CASES = {
     # Batch statistics, drop-path and the weight of tokens without labels belong to a microbatch, so
     # they are equal if microbatches are.

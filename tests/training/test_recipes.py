@@ -29,6 +29,7 @@ def num_classes(name: str) -> int:
     known = {
         "segment_photos": 61,
         "ade20k": 150,
+        "coco": 80,
         "photos": 60,
         "micro": 10,
         "quickstart": 10,

@@ -12,11 +12,11 @@ from densefeed.storage.images import Images
 from densefeed.system.errors import UserError
 from densefeed.system.options import with_options
 from densefeed.training import setup
-from densefeed.training.config import RunOptions
+from densefeed.training.config import Config, RunOptions
 from densefeed.training.ranks import ALONE, Ranks
 from densefeed.training.setup import choose_compile, describe_padding, setup_run
 
-from ..runs import step_for
+from ..runs import objective_for, step_for
 from ..stores import write_store
 
 
@@ -132,10 +132,10 @@ def test_outside_a_batch_above_the_training_set_says_how_much_is_padding(make_ru
 
 def test_outside_auto_compiles_nothing_without_a_compiler(monkeypatch, capsys):
     """A wheel needs no compiler, and Triton does."""
-    ranks = Ranks(0, 1, torch.device("cuda"))
-    assert choose_compile(RunOptions(), ranks).compile == "blocks"
+    ranks, objective = Ranks(0, 1, torch.device("cuda")), objective_for(Config())
+    assert choose_compile(RunOptions(), ranks, objective).compile == "blocks"
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(setup, "has_triton", lambda: False)
-    assert choose_compile(RunOptions(), ranks).compile == "never"
+    assert choose_compile(RunOptions(), ranks, objective).compile == "never"
     assert "on Debian install gcc and python3-dev" in capsys.readouterr().err
-    assert choose_compile(RunOptions(compile="whole"), ranks).compile == "whole"
+    assert choose_compile(RunOptions(compile="whole"), ranks, objective).compile == "whole"

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from PIL import Image
 from timm.data.transforms import str_to_pil_interp
 from torch import Tensor, nn
 from torchvision.models.detection.roi_heads import paste_masks_in_image
@@ -110,6 +111,23 @@ def describe_found(output: dict[str, Tensor], scale: Sequence[float], size: tupl
     return found
 
 
+def scale_whole(image: Image.Image, side: int, filter: Image.Resampling) -> Tensor:
+    """Resize an image as in an evaluation at `side` pixels, uint8 `[H, W, 3]`."""
+    return scale_image(image, min(side, side * LONGEST * min(image.size) / max(image.size)), filter)
+
+
+def paint_found(found: Sequence[dict], size: tuple[int, int]) -> np.ndarray:
+    """Paint what `describe_found` returns as classes of pixels, int64 `[H, W]`, -1 elsewhere.
+
+    Scores are at least a half, and higher ones above.
+    """
+    coder, map_HW = import_masks(), np.full(size, -1)
+    for one in sorted(found, key=lambda one: one["score"]):
+        if one["score"] >= 0.5:
+            map_HW[coder.decode(one["segmentation"]) > 0] = one["category_id"]
+    return map_HW
+
+
 def average_precision(seen: Sequence[Seen], K: int) -> list[float]:
     """Return COCO's AP, AP50 and AP75 of boxes, then of masks; -1 without any object.
 
@@ -174,9 +192,7 @@ class BoxEvaluation(Evaluation):
         def read(index: int) -> tuple[Tensor, tuple[int, int], list[dict]]:
             image = source.image(index)
             size = image.height, image.width
-            shorter = min(side, side * LONGEST * min(size) / max(size))
-            resized = scale_image(image, shorter, filter)
-            return resized, size, source.objects(index, *size)
+            return scale_whole(image, side, filter), size, source.objects(index, *size)
 
         for number, (index, read_one) in enumerate(read_whole(loader, own, read), start=1):
             advance(0, f"evaluating, {number} of {len(own)}")

@@ -64,6 +64,7 @@ from densefeed.models.backbone_layouts import (
     to_hf_swin,
     to_mm_swin,
 )
+from densefeed.models.upernet import UperNet
 from densefeed.system.errors import BusyError, UserError, first_line, install_extra, make_command
 from densefeed.system.files import (
     check_ending,
@@ -373,7 +374,8 @@ def main(export: Export) -> list[Path]:
     [out] = {path.parent for path in files}
     check_new(files)
     named = export.weights, export.model, export.size
-    trained = open_trained(export.checkpoint, *named, segments=export.to == "classifier")
+    others = (UperNet,) if export.to == "classifier" else ()
+    trained = open_trained(export.checkpoint, *named, others=others)
     check_outputs(trained)
     new_folder = not out.exists()
     try:

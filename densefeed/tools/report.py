@@ -32,10 +32,12 @@ from timm.data.transforms import str_to_pil_interp
 from densefeed.explain.heat_maps import HEAT, encode_map, shrink
 from densefeed.explain.refusals import Refusals
 from densefeed.explain.relevance import class_relevance
+from densefeed.models.mask_rcnn import MaskRCNN
 from densefeed.models.token_transformer import TokenTransformer
-from densefeed.models.upernet import UperNet
+from densefeed.models.upernet import OnBackbone, UperNet
 from densefeed.objectives import OBJECTIVES, build_objective
 from densefeed.objectives.base import DenseObjective
+from densefeed.objectives.detection import describe_found, paint_found, scale_whole
 from densefeed.objectives.segmentation import scale_image, sum_scales
 from densefeed.pages.class_masks import draw_classes
 from densefeed.pages.label_truth import PUBLISHED, find_owners_in_mask, measure_labels, usual_labels
@@ -57,6 +59,7 @@ from densefeed.pipelines.shapes import describe_shape
 from densefeed.step import read_patch_size
 from densefeed.storage.dataset_names import list_some
 from densefeed.storage.images import Images
+from densefeed.storage.instances import OBJECTS
 from densefeed.storage.mask_folder import UNLABELED
 from densefeed.storage.scenes import BOXES
 from densefeed.system.errors import UserError, make_command, restore_url
@@ -469,7 +472,7 @@ def show_predictions(run: RunRecord, folder: Path) -> dict | None:
     """
     config = run.config
     try:
-        trained = open_trained(folder, segments=True)
+        trained = open_trained(folder, others=(UperNet, MaskRCNN))
         loader = open_dataset(config.data, "evaluate", batch=AT_ONCE, seed=config.run.seed)
         with closing(loader):
             if others := set(loader.class_names) - set(trained.class_names):
@@ -477,7 +480,7 @@ def show_predictions(run: RunRecord, folder: Path) -> dict | None:
                     f"{config.data.val} has the class {min(others)}, which {trained.path} lacks; "
                     "give the validation set of the run"
                 )
-            show = segment if isinstance(trained.model, UperNet) else classify
+            show = segment if isinstance(trained.model, OnBackbone) else classify
             return show(trained, loader.source, config.run.seed)
     # The rest of the page is of use without them.
     except (UserError, OSError) as error:
@@ -486,24 +489,23 @@ def show_predictions(run: RunRecord, folder: Path) -> dict | None:
 
 
 def segment(trained: Trained, source: Source, seed: int) -> dict:
-    """Segment images of a source as an evaluation at one scale does; return what is shown."""
+    """Segment images of a source, or find objects in them; return what is shown."""
     drawn = np.random.default_rng(seed).permutation(len(source.labels))
-    normalize = Normalize(trained.mean, trained.std)
-    filter, names, items = str_to_pil_interp(trained.interpolation), trained.class_names, []
+    names, items = trained.class_names, []
     for index in drawn.tolist():
         image = source.image(index)
-        mask = source.mask(index, image.height, image.width)
-        if not mask.numel():
+        mask = source.mask(index, image.height, image.width).numpy()
+        if not mask.size:
             continue
-        scaled = [scale_image(image, trained.size, filter)]
-        sizes = trained.size, AT_ONCE, tuple(mask.shape)
-        found = sum_scales(trained.model, scaled, normalize, *sizes).argmax(0)
+        found = find_classes(trained, image)
+        if source.instances:
+            mask = np.where(mask == UNLABELED, UNLABELED, mask // OBJECTS)
         labeled = mask != UNLABELED
         small = shrink(image, MASK_SIDE)
         # The pixel that is nearest to the center of a pixel of the picture.
         nearest = small.size, Image.Resampling.NEAREST
         masks = [
-            np.asarray(Image.fromarray(each.int().numpy()).resize(*nearest))
+            np.asarray(Image.fromarray(each.astype(np.int32)).resize(*nearest))
             for each in (mask, found)
         ]
         pictures, key = draw_classes(small, masks, names)
@@ -514,12 +516,30 @@ def segment(trained: Trained, source: Source, seed: int) -> dict:
                 "masks": [picture(each, "PNG") for each in pictures],
                 "key": key,
                 "ratio": f"{image.width} / {image.height}",
-                "right": float((found == mask)[labeled].float().mean()) if labeled.any() else None,
+                "right": float((found == mask)[labeled].mean()) if labeled.any() else None,
             }
         )
         if len(items) == SEGMENTED:
             break
-    return {"segmented": items, "size": trained.size, "weights": trained.weights}
+    facts = {"size": trained.size, "weights": trained.weights, "objects": source.instances}
+    return {"segmented": items} | facts
+
+
+def find_classes(trained: Trained, image: Image.Image) -> np.ndarray:
+    """Return what a network finds in an image, as an evaluation at one scale does, `[H, W]`.
+
+    Classes of pixels, of a detector those of the objects.
+    """
+    filter, size = str_to_pil_interp(trained.interpolation), (image.height, image.width)
+    normalize = Normalize(trained.mean, trained.std)
+    if isinstance(trained.model, UperNet):
+        scaled = [scale_image(image, trained.size, filter)]
+        total = sum_scales(trained.model, scaled, normalize, trained.size, AT_ONCE, size)
+        return total.argmax(0).numpy()
+    scaled = scale_whole(image, trained.size, filter)
+    (output,) = trained.model(normalize(scaled[None]))
+    scale = image.width / scaled.shape[1], image.height / scaled.shape[0]
+    return paint_found(describe_found(output, scale, size), size)
 
 
 def classify(trained: Trained, source: Source, seed: int) -> dict:

@@ -38,6 +38,19 @@ MAX_SIZE = 1024
 MAX_PATCHES = 64
 
 
+# Networks that are no classifiers, and what they are and who reads them, for messages.
+OTHERS = {
+    UperNet: (
+        "a segmentation network, which classifies pixels and not images; its run folder has its "
+        "metrics, and densefeed report, export and label read it"
+    ),
+    MaskRCNN: (
+        "a detector, which returns boxes and not one class for each image; its run folder has its "
+        "metrics, and densefeed report and train read it (--init, --resume)"
+    ),
+}
+
+
 class Divided(NamedTuple):
     """A folder of images that a run, or packing for it, divided into training and validation."""
 
@@ -71,7 +84,7 @@ def open_trained(
     weights: Weights = "ema",
     model_name: str = "",
     size: int = 0,
-    segments: bool = False,
+    others: tuple[type[nn.Module], ...] = (),
 ) -> Trained:
     """Load the model of a checkpoint, of a run folder's `last.pt`, or of an exported folder.
 
@@ -81,7 +94,7 @@ def open_trained(
         model_name: timm's name, for checkpoints that do not contain it. Their classes get the names
             of the ImageNet set with that number of classes, if there is one.
         size: side of the input, pixels; 0: the size that the model was trained at.
-        segments: whether a model that gives logits of pixels will do.
+        others: networks that will do beside classifiers, of OTHERS.
 
     Raises UserError.
     """
@@ -89,16 +102,8 @@ def open_trained(
     if size < 0:
         raise UserError(f"--size is {size}, and must be a number of pixels")
     model, checkpoint = checkpoints.build(path, model_name)
-    if isinstance(model, UperNet) and not segments:
-        raise UserError(
-            f"{path} holds a segmentation network, which classifies pixels and not images; its "
-            "run folder has its metrics, and densefeed export and label read it"
-        )
-    if isinstance(model, MaskRCNN):
-        raise UserError(
-            f"{path} holds a detector, which returns boxes and not one class for each image; its "
-            "run folder has its metrics, and only densefeed train reads it (--init, --resume)"
-        )
+    if isinstance(model, tuple(OTHERS)) and not isinstance(model, others):
+        raise UserError(f"{path} holds {OTHERS[type(model)]}")
     facts = checkpoints.read_facts(checkpoint, path)
     if not any(checkpoint.get(key) for key in checkpoints.AVERAGED):
         weights = "raw"

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image, ImageColor
 
 import densefeed.train as training
+from densefeed.objectives.detection import paint_found
 from densefeed.pages.class_masks import draw_classes
 from densefeed.pages.label_truth import find_owners
 from densefeed.pages.true_objects import Truth, boxes_in_crop, draw_objects, parse_truth
@@ -457,6 +458,29 @@ def test_outside_predicted_masks_are_beside_the_true_ones(segments, masked, tmp_
     assert mean == pytest.approx(100 * result["pixels_ema"], abs=1)
     for kind in ("true", "predicted"):
         assert text.count(f'alt="the {kind} mask of validation image') == 4
+
+
+def test_outside_found_objects_are_beside_the_true_ones(detects, tmp_path):
+    training.train(detects(tmp_path / "run", epochs=1))
+    main(Report(runs=(tmp_path / "run",)))
+    text = (tmp_path / "run/report.html").read_text()
+    assert "<th>box AP</th>" in text
+    assert "searched for objects with its EMA weights" in text
+    shown = text.count('alt="the true mask of validation image')
+    assert 0 < shown == text.count('alt="the predicted mask of validation image') <= 8
+
+
+def test_outside_the_object_of_the_highest_score_is_above():
+    def find(rows, score, category):
+        mask = np.zeros((4, 3), np.uint8)
+        mask[rows] = 1
+        runs = coder.encode(np.asfortranarray(mask))
+        return {"category_id": category, "score": score, "segmentation": runs}
+
+    coder = pytest.importorskip("pycocotools.mask")
+    found = [find(slice(0, 2), 0.9, 5), find(slice(1, 3), 0.6, 7), find(slice(3, 4), 0.4, 2)]
+    want = np.repeat([[5], [5], [7], [-1]], 3, 1)
+    np.testing.assert_array_equal(paint_found(found, (4, 3)), want)
 
 
 def test_outside_classes_have_one_color_in_all_masks():

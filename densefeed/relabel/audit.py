@@ -818,8 +818,8 @@ def check_class_list(
         return ("unchecked", "no class has two rows"), None
     t, moved = paired_t(renamed_N.astype(float) - own_N), renaming.moved()
     evidence = (
-        f"the likeliest class of a map is the label of the image for {100 * own_N.mean():.1f} % of "
-        f"{len(tested):,} images"
+        f"the class of a map's highest mean probability is the label of the image for "
+        f"{100 * own_N.mean():.1f} % of {len(tested):,} images"
     )
     renamed = f"{100 * renamed_N.mean():.1f} %"
     is_other = moved or renamed_N.mean() > 5 * own_N.mean()
@@ -888,7 +888,9 @@ def print_accuracy(store: ScoreMapStore, caveat: str = "") -> None:
     The figures are those of docs/results/quickstart.md and docs/results/photographs.md.
     """
     accuracy = measure_accuracy(store)
-    print(f"accuracy of the stored maps against the image labels: {100 * accuracy:.1f} %")
+    # The audit's is that of the highest mean probability, on other rows.
+    text = "accuracy of the stored maps (highest mean logit) against the image labels"
+    print(f"{text}: {100 * accuracy:.1f} %")
     if caveat:
         print(caveat)
     if accuracy >= GOOD:

@@ -20,7 +20,11 @@ from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredic
 from torchvision.ops import FeaturePyramidNetwork, MultiScaleRoIAlign
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
-from densefeed.models.upernet import OnBackbone, checkpoint_filter_fn, init_convolution  # noqa: F401
+from densefeed.models.on_backbone import (
+    OnBackbone,
+    checkpoint_filter_fn,  # noqa: F401
+    init_convolution,
+)
 from densefeed.system.errors import UserError
 
 # N images   K classes   D width   H, W pixels   n boxes

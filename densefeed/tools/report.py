@@ -33,8 +33,9 @@ from densefeed.explain.heat_maps import HEAT, encode_map, shrink
 from densefeed.explain.refusals import Refusals
 from densefeed.explain.relevance import class_relevance
 from densefeed.models.mask_rcnn import MaskRCNN
+from densefeed.models.on_backbone import OnBackbone
 from densefeed.models.token_transformer import TokenTransformer
-from densefeed.models.upernet import OnBackbone, UperNet
+from densefeed.models.upernet import UperNet
 from densefeed.objectives import OBJECTIVES, build_objective
 from densefeed.objectives.base import DenseObjective
 from densefeed.objectives.detection import describe_found, paint_found, scale_whole

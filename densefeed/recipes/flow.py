@@ -3,10 +3,12 @@
 import multiprocessing
 import os
 import shlex
+import signal
 import statistics
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from ctypes import CDLL
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,8 @@ from densefeed.system.options import Integers, Options
 from densefeed.system.provenance import write_json
 from densefeed.system.terminal import print
 
+# Of <sys/prctl.h>: the signal that a process gets when its parent ends.
+PR_SET_PDEATHSIG = 1
 # The end of the remedy for a damaged file of a finished step.
 AGAIN = "run the same command again"
 
@@ -126,7 +130,10 @@ def run_command(words: list[str], threads: int | None = None) -> int:
 
 
 def call_command(words: list[str], threads: int | None) -> None:
-    """Run a command in this process."""
+    """Run a command in this process, which ends with the one that started it."""
+    # Otherwise it would go on for minutes, with the lock of the folder. macOS has no such signal.
+    if sys.platform == "linux":
+        CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if threads:
         torch.set_num_threads(threads)
     call(*words)

@@ -888,8 +888,9 @@ def print_accuracy(store: ScoreMapStore, caveat: str = "") -> None:
     The figures are those of docs/results/quickstart.md and docs/results/photographs.md.
     """
     accuracy = measure_accuracy(store)
-    # The audit's is that of the highest mean probability, on other rows.
-    text = "accuracy of the stored maps (highest mean logit) against the image labels"
+    # The audit's is that of the highest mean probability.
+    mean = "probability" if store.header.absent == "background" else "logit"
+    text = f"accuracy of the stored maps (highest mean {mean}) against the image labels"
     print(f"{text}: {100 * accuracy:.1f} %")
     if caveat:
         print(caveat)
@@ -923,8 +924,9 @@ def check_labels(
         return "unchecked", blocked_by
     agreement = measure_agreement(label, top)
     evidence = (
-        f"the likeliest class of {100 * agreement.share:.1f} % of {len(label):,} maps is the label "
-        f"of the image, and by chance it would be {100 * agreement.chance:.1f} %"
+        f"the class of the highest mean probability of {100 * agreement.share:.1f} % of "
+        f"{len(label):,} maps is the label of the image, and by chance it would be "
+        f"{100 * agreement.chance:.1f} %"
     )
     if agreement.is_significant():
         return "sound", evidence

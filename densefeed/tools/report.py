@@ -32,6 +32,7 @@ from timm.data.transforms import str_to_pil_interp
 from densefeed.explain.heat_maps import HEAT, encode_map, shrink
 from densefeed.explain.refusals import Refusals
 from densefeed.explain.relevance import class_relevance
+from densefeed.models import checkpoints
 from densefeed.models.mask_rcnn import MaskRCNN
 from densefeed.models.on_backbone import OnBackbone
 from densefeed.models.token_transformer import TokenTransformer
@@ -406,12 +407,8 @@ def measure_purity(loader: ThreadedLoader, truths: list[Truth], grid: int) -> di
     }
 
 
-def replay(runs: list[RunRecord], boxes: Path | None, audited: str | None = None) -> dict:
-    """Replay the first epoch of a run; return what the page shows of it.
-
-    `audited` is the fingerprint of the images whose maps were audited. UserError if they, or those
-    of `boxes`, are not the run's.
-    """
+def replay(runs: list[RunRecord], boxes: Path | None) -> dict:
+    """Replay the first epoch of a run; return what the page shows of it."""
     page = {"labeled": None, "sheet": [], "purity": None, "grid": 0, "scenes": [], "license": ""}
     run = choose_run(runs)
     if run is None:
@@ -436,11 +433,6 @@ def replay(runs: list[RunRecord], boxes: Path | None, audited: str | None = None
         except (UserError, OSError) as error:
             print(f"the report shows no crops: {error}", file=sys.stderr)
             return page
-        if audited and audited != loader.fingerprint:
-            raise UserError(
-                f"--audit is of score maps of other images than those in {config.data.train}; "
-                "give the audit of its maps"
-            )
         truths = read_truths(boxes, run, loader) if boxes else []
         sheet = make_contact_sheet(run, loader, truths, grid, augmentation)
         page |= {"labeled": run, "sheet": sheet, "grid": grid}
@@ -647,6 +639,22 @@ def read_costs(path: Path) -> dict:
     return json.loads(json.dumps(crops), object_hook=restore_nan)
 
 
+def check_audited(folders: Sequence[Path], fingerprint: object, path: Path) -> None:
+    """Raise UserError if an audit is not of the images that the runs train on.
+
+    Their checkpoints state these images; a run without any is not compared.
+    """
+    if not isinstance(fingerprint, str):
+        raise UserError(f"{path} does not state its images, as it is old; audit the maps again")
+    for folder in folders:
+        last = folder / "last.pt"
+        if last.exists() and checkpoints.load(last).get("fingerprint") != fingerprint:
+            raise UserError(
+                f"{path} audits score maps of other images than those that {folder} was trained "
+                "on; give the audit of its maps"
+            )
+
+
 def restore_nan(values: dict) -> dict:
     """Return a dictionary with NaN for None."""
     return {name: math.nan if value is None else value for name, value in values.items()}
@@ -679,8 +687,9 @@ def main(report: Report) -> None:
         raise UserError(
             f"no run folder holds {name}; write it with densefeed validate RUN --json RUN/{name}"
         )
-    audited = cached_labels and cached_labels["fingerprint"]
-    crops, predictions = replay(runs, report.boxes, audited), show_predictions(runs[-1], folder)
+    if cached_labels:
+        check_audited(report.runs, cached_labels["fingerprint"], report.audit)
+    crops, predictions = replay(runs, report.boxes), show_predictions(runs[-1], folder)
     rows, shown = [make_row(run, runs) for run in runs], runs[-1].config.data.val
     # Predicted masks lie on whole images.
     if predictions and "segmented" in predictions and isinstance(shown, Path):

@@ -1,8 +1,12 @@
 """The flow on photo scenes: its commands, the results of finished steps, and a small run."""
 
+import contextlib
 import json
 import re
 import shlex
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -124,6 +128,35 @@ def test_outside_two_flows_in_one_folder_are_refused(tmp_path):
         main(Photos(out=tmp_path, students=("ce",)))
     (tmp_path / "flow.json").unlink()
     main(Photos(out=tmp_path, students=("ce",)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS has no signal of a parent's end")
+def test_outside_a_step_ends_with_its_flow(tmp_path):
+    """It went on for minutes after kill -9 of the flow, and the next one was refused."""
+    text = (
+        "from pathlib import Path; from densefeed.recipes import flow\n"
+        f"with flow.begin_flow(Path({str(tmp_path)!r})):\n"
+        f"    flow.run_command(['scenes', '--out', {str(tmp_path / 's')!r}, '--train', '99999'])"
+    )
+    process = subprocess.Popen([sys.executable, "-c", text], stderr=subprocess.DEVNULL)
+    # A folder `s.PID.part`, which the step writes.
+    wait_for(lambda: list(tmp_path.glob("s.*.part")))
+    process.kill()
+    process.wait()
+
+    def begin():
+        with contextlib.suppress(UserError), flow.begin_flow(tmp_path):
+            return True
+
+    wait_for(begin)
+
+
+def wait_for(test, seconds=60):
+    """Wait until a test gives a true value."""
+    end = time.monotonic() + seconds
+    while not test():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(

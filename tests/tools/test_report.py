@@ -408,14 +408,15 @@ def test_outside_an_audit_of_other_images_is_refused(student, tmp_path):
     loader = open_dataset(read_run(student).config.data, "train", batch=6, seed=0)
     own = loader.fingerprint
     loader.close()
-    for fingerprint in ("0" * 16, own):
+    for fingerprint in ("0" * 16, None, own):
         header = {"fingerprint": fingerprint}
         audit.write_text(json.dumps({"file": "maps.h5", "header": header, "crops": crops}))
         given = Report(runs=(student,), audit=audit)
         if fingerprint == own:
             main(given)
         else:
-            with pytest.raises(UserError, match="--audit is of score maps of other images than th"):
+            said = "audits score maps of other images" if fingerprint else "does not state its ima"
+            with pytest.raises(UserError, match=said):
                 main(given)
             assert not (student / "report.html").exists()
     text = (student / "report.html").read_text()

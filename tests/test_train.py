@@ -762,12 +762,18 @@ def test_outside_validation_classes_may_have_another_unicode_form(folder, tmp_pa
     assert [run.val.class_names[n] for n in labels] == want
 
 
+def named(class_names):
+    """A loader of classifiers, as far as its classes are compared."""
+    source = SimpleNamespace(instances=False)
+    return SimpleNamespace(class_names=class_names, source=source, with_masks=False)
+
+
 def test_outside_validation_classes_that_look_equal_are_explained():
     with pytest.raises(UserError) as error:
         setup.align_classes(
             DataOptions(train=Path("a"), val=Path("a")),
-            SimpleNamespace(class_names=["Dog", "caf\u00e9", "cafe\u0301"]),
-            SimpleNamespace(class_names=["caf\u00e9", "dog"]),
+            named(["Dog", "caf\u00e9", "cafe\u0301"]),
+            named(["caf\u00e9", "dog"]),
             None,
         )
     assert str(error.value) == (
@@ -781,8 +787,8 @@ def test_outside_validation_classes_without_names_are_explained():
     with pytest.raises(UserError, match="stock FFCV has no class names"):
         setup.align_classes(
             DataOptions(train=Path("a"), val=Path("b")),
-            SimpleNamespace(class_names=["cat", "dog"]),
-            SimpleNamespace(class_names=["0", "1"]),
+            named(["cat", "dog"]),
+            named(["0", "1"]),
             None,
         )
 

@@ -9,6 +9,7 @@ import time
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -172,7 +173,7 @@ def test_logits_that_float16_cannot_hold_are_refused(bad):
 )
 def test_outside_the_accuracy_of_maps_is_judged(monkeypatch, capsys, accuracy, said):
     monkeypatch.setattr(audit, "measure_accuracy", lambda store: accuracy)
-    print_accuracy(None, "a caveat")
+    print_accuracy(SimpleNamespace(header=SimpleNamespace(absent="tail")), "a caveat")
     line, caveat, verdict = capsys.readouterr().out.splitlines()
     assert line.endswith(f"image labels: {100 * accuracy:.1f} %")
     assert caveat == "a caveat"

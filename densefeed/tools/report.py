@@ -482,7 +482,14 @@ def show_predictions(run: RunRecord, folder: Path) -> dict | None:
 
 
 def segment(trained: Trained, source: Source, seed: int) -> dict:
-    """Segment images of a source, or find objects in them; return what is shown."""
+    """Segment images of a source, or find objects in them; return what is shown.
+
+    Raises UserError for a source without masks, or of other classes.
+    """
+    if source.masks is None or source.class_names != trained.class_names:
+        raise UserError(
+            "the validation set has no masks of the classes of the run; give the one of the run"
+        )
     drawn = np.random.default_rng(seed).permutation(len(source.labels))
     names, items = trained.class_names, []
     for index in drawn.tolist():

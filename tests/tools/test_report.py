@@ -461,6 +461,28 @@ def test_outside_predicted_masks_are_beside_the_true_ones(segments, masked, tmp_
         assert text.count(f'alt="the {kind} mask of validation image') == 4
 
 
+@pytest.mark.parametrize("change", ["without masks", "other order"])
+def test_outside_masks_of_other_classes_are_not_shown(segments, masked, tmp_path, capsys, change):
+    """Masks are not renumbered, and a folder of classes has none."""
+    training.train(segments(tmp_path / "run", epochs=1))
+    root = shutil.copytree(masked[0], tmp_path / "data")
+    path = tmp_path / "run/config.json"
+    config = json.loads(path.read_text())
+    if change == "other order":
+        (root / "classes.txt").write_text("red\nground\ngreen\nblue\n")
+    else:
+        shutil.rmtree(root / "annotations")
+        for name in ("ground", "red", "green", "blue"):
+            shutil.copytree(root / "images/validation", root / "val" / name)
+        shutil.rmtree(root / "images")
+        config["data"] |= {"dataset": ""}
+    config["data"]["val"] = str(root)
+    path.write_text(json.dumps(config))
+    main(Report(runs=(tmp_path / "run",)))
+    assert "no predictions: the validation set has no masks of the cl" in capsys.readouterr().err
+    assert "What the model predicts" not in (tmp_path / "run/report.html").read_text()
+
+
 def test_outside_found_objects_are_beside_the_true_ones(detects, tmp_path):
     training.train(detects(tmp_path / "run", epochs=1))
     main(Report(runs=(tmp_path / "run",)))

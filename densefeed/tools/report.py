@@ -646,15 +646,21 @@ def read_costs(path: Path) -> dict:
     return json.loads(json.dumps(crops), object_hook=restore_nan)
 
 
-def check_audited(folders: Sequence[Path], fingerprint: object, path: Path) -> None:
+def check_audited(
+    folders: Sequence[Path], runs: Sequence[RunRecord], fingerprint: object, path: Path
+) -> None:
     """Raise UserError if an audit is not of the images that the runs train on.
 
-    Their checkpoints state these images; a run without any is not compared.
+    Their checkpoints state these images. Not compared are a run without any, and one of several
+    .beton files, or of one beside its maps, which FFCV may have written: these have a fingerprint
+    of their own.
     """
     if not isinstance(fingerprint, str):
         raise UserError(f"{path} does not state its images, as it is old; audit the maps again")
-    for folder in folders:
-        last = folder / "last.pt"
+    for folder, run in zip(folders, runs, strict=True):
+        data, last = run.config.data, folder / "last.pt"
+        if data.loader == "ffcv" and (data.score_maps or "*" in str(data.train)):
+            continue
         if last.exists() and checkpoints.load(last).get("fingerprint") != fingerprint:
             raise UserError(
                 f"{path} audits score maps of other images than those that {folder} was trained "
@@ -695,7 +701,7 @@ def main(report: Report) -> None:
             f"no run folder holds {name}; write it with densefeed validate RUN --json RUN/{name}"
         )
     if cached_labels:
-        check_audited(report.runs, cached_labels["fingerprint"], report.audit)
+        check_audited(report.runs, runs, cached_labels["fingerprint"], report.audit)
     crops, predictions = replay(runs, report.boxes), show_predictions(runs[-1], folder)
     rows, shown = [make_row(run, runs) for run in runs], runs[-1].config.data.val
     # Predicted masks lie on whole images.

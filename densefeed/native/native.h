@@ -34,10 +34,13 @@ enum {
 #else
     HAS_AVX2 = 0,
 #endif
+    HAS_WIDE_PRODUCT = 0,
 };
 #else
 #define HAS_AVX2 __builtin_cpu_supports("avx2")
 #define HAS_AVX512 (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vbmi"))
+/* The carry-less product of 512 bits. */
+#define HAS_WIDE_PRODUCT (__builtin_cpu_supports("vpclmulqdq") && __builtin_cpu_supports("avx512f"))
 #endif
 #endif
 

@@ -416,14 +416,16 @@ class ThreadedLoader:
 
     def _fetch(
         self, epoch: int, start: int, prepare: Preparation | None
-    ) -> Iterator[tuple[Encoded, RankRows, np.ndarray]]:
+    ) -> Iterator[tuple[Encoded, native.Parts | None, RankRows, np.ndarray]]:
         """Start to fetch the batches from `start` on, and draw the numbers of their crops."""
-        source, plan, size = self.source, self.plan, self._size
+        source, plan, size, parts = self.source, self.plan, self._size, None
         shard, many = plan.rank_rows(epoch), max(1, DRAWN // size)
         batches = len(shard.index)
         for first in range(start, batches, many):
             drawn = RankRows(*(part[first : first + many].ravel() for part in shard))
             u = plan.crop_draws(epoch, drawn.index, drawn.repeat)
+            if self.score_maps and self._maps:
+                parts = source.map_parts(drawn.index)
             for step in range(first, min(first + many, batches)):
                 here = slice((step - first) * size, (step - first + 1) * size)
                 rows = RankRows(*(part[here] for part in drawn))
@@ -434,7 +436,7 @@ class ThreadedLoader:
                     # A forked child would wait for threads that it does not have.
                     self._pool.check()
                     encoded = prepare.begin(source, self._preparing, epoch, rows)
-                yield encoded, rows, u[:, here]
+                yield encoded, parts and parts.of(here), rows, u[:, here]
 
     def _plan(
         self, epoch: int, start: int, prepare: Preparation | None, fetched: deque
@@ -450,9 +452,8 @@ class ThreadedLoader:
                 fetched.append(group)
             if not fetched or (group and len(fetched) == 1):
                 continue
-            encoded, rows, u = fetched[0]
+            encoded, parts, rows, u = fetched[0]
             batch = self._crop(epoch, step, encoded.wait(), rows, u)
-            parts = self.source.map_parts(rows.index) if self.score_maps and self._maps else None
             for run in next(runs):
                 self.source.read_ahead(*run)
             yield batch, encoded, parts

@@ -22,6 +22,7 @@ from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
 from densefeed.models.on_backbone import (
     OnBackbone,
+    build,
     checkpoint_filter_fn,  # noqa: F401
     init_convolution,
 )
@@ -118,12 +119,6 @@ class MaskRCNN(OnBackbone):
 
 
 @register_model
-def mask_rcnn(
-    pretrained: bool = False,
-    pretrained_cfg: dict | None = None,
-    pretrained_cfg_overlay: dict | None = None,
-    cache_dir: str | None = None,
-    **kwargs,
-) -> MaskRCNN:
-    """Build Mask R-CNN; timm passes the first four arguments to all models."""
-    return MaskRCNN(**kwargs)
+def mask_rcnn(pretrained: bool = False, **kwargs) -> MaskRCNN:
+    """Build Mask R-CNN, see `build`."""
+    return build(MaskRCNN, "mask_rcnn", pretrained, **kwargs)

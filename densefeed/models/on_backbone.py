@@ -9,6 +9,7 @@ section 4.3). Of a plain transformer they are outputs of four blocks, three apar
 import inspect
 
 import timm
+from timm.models import load_pretrained, resolve_pretrained_cfg
 from torch import Tensor, nn
 
 # N images   K classes   D width   h, w cells
@@ -124,3 +125,32 @@ def checkpoint_filter_fn(weights: dict[str, Tensor], model: OnBackbone) -> dict[
         for name, tensor in taken.items()
         if name.partition(".")[0] in here
     }
+
+
+def build(
+    model_class: type[OnBackbone],
+    name: str,
+    pretrained: bool = False,
+    pretrained_cfg: dict | None = None,
+    pretrained_cfg_overlay: dict | None = None,
+    cache_dir: str | None = None,
+    **kwargs,
+) -> OnBackbone:
+    """Build a registered network; timm passes the arguments before `kwargs` to all models.
+
+    `pretrained` loads the weights of `pretrained_cfg`, as those of an exported folder. Raises
+    RuntimeError if there are none. timm's own build_model_with_cfg would replace the configuration
+    of the backbone, whose mean and standard deviation the network has.
+    """
+    model = model_class(**kwargs)
+    model.pretrained_cfg |= pretrained_cfg_overlay or {}
+    if pretrained:
+        source = resolve_pretrained_cfg(name, pretrained_cfg, pretrained_cfg_overlay).to_dict()
+        load_pretrained(
+            model,
+            source,
+            num_classes=model.num_classes,
+            filter_fn=checkpoint_filter_fn,
+            cache_dir=cache_dir,
+        )
+    return model

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from densefeed.models.on_backbone import (
     OnBackbone,
+    build,
     checkpoint_filter_fn,  # noqa: F401
     init_convolution,
 )
@@ -90,12 +91,6 @@ def resize(logits_NKhw: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 @register_model
-def upernet(
-    pretrained: bool = False,
-    pretrained_cfg: dict | None = None,
-    pretrained_cfg_overlay: dict | None = None,
-    cache_dir: str | None = None,
-    **kwargs,
-) -> UperNet:
-    """Build UperNet; timm passes the first four arguments to all models."""
-    return UperNet(**kwargs)
+def upernet(pretrained: bool = False, **kwargs) -> UperNet:
+    """Build UperNet, see `build`."""
+    return build(UperNet, "upernet", pretrained, **kwargs)

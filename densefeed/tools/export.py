@@ -12,9 +12,10 @@ as it is. To load it:
 `model.onnx` (opset 20, or the one that the installed exporter writes) has the input `image`,
 float32 `[batch, 3, size, size]`: RGB from 0 to 1, minus the mean, divided by the standard
 deviation. As with timm's models, the caller normalizes; the batch is dynamic. The output is
-`logits`, float32 `[batch, classes]`. The metadata hold, each as JSON: architecture, size, mean,
-std, crop_pct, interpolation, and class_names where they are known. The graph is compared with
-PyTorch before the file gets its name.
+`logits`, float32 `[batch, classes]`. A detector takes one image a call, and its outputs are
+`boxes`, `labels`, `scores` and `masks`, see docs/reference/detection.md. The metadata hold, each as
+JSON: architecture, size, mean, std, crop_pct, interpolation, and class_names where they are known.
+The graph is compared with PyTorch before the file gets its name.
 
 If --size is not the size that the model was trained at, its position table is resampled once, at
 export. Our models are trained and evaluated on crops that are resized with an antialiased triangle
@@ -46,7 +47,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import safetensors.torch
@@ -56,6 +57,7 @@ import tyro
 
 # timm's own writer of config.json; its public function, push_to_hf_hub, uploads.
 from timm.models._hub import save_config_for_hf
+from torch import Tensor, nn
 
 from densefeed.models.backbone_layouts import (
     measure_swin,
@@ -64,6 +66,7 @@ from densefeed.models.backbone_layouts import (
     to_hf_swin,
     to_mm_swin,
 )
+from densefeed.models.mask_rcnn import MaskRCNN
 from densefeed.models.upernet import UperNet
 from densefeed.system.errors import BusyError, UserError, first_line, install_extra, make_command
 from densefeed.system.files import (
@@ -81,11 +84,16 @@ from densefeed.system.provenance import check_replaceable
 from densefeed.system.terminal import print
 from densefeed.training.load_model import Trained, Weights, open_trained
 
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
 # Packages of the dependency group `export`.
 NEEDED = ("onnx", "onnxscript", "onnxruntime")
 ONNX = "model.onnx"
-# Largest difference between ONNX Runtime and PyTorch; relative to the largest logit if that is
-# above 1.
+# What a model computes; a detector for one image, see OneImage.
+LOGITS = ("logits",)
+DETECTED = ("boxes", "labels", "scores", "masks")
+# Largest difference between ONNX Runtime and PyTorch, see `compare`.
 TOLERANCE = 1e-4
 # Batch sizes that are compared; not the one that the graph is traced with.
 BATCHES = (1, 3)
@@ -211,11 +219,30 @@ def check_outputs(trained: Trained) -> None:
     rng = torch.Generator().manual_seed(0)
     image = torch.randn(TRACED, 3, trained.size, trained.size, generator=rng)
     with torch.inference_mode():
-        if not trained.model(image).isfinite().all():
+        made = trained.model(image)
+        finite = [one["finite"] for one in made] if is_detector(trained) else made.isfinite()
+        if not all(part.all() for part in finite):
             raise UserError(
                 f"{trained.path}: the outputs of its model are not finite; export an older "
                 "checkpoint"
             )
+
+
+class OneImage(nn.Module):
+    """A detector of one image, whose outputs are those named DETECTED, `[n, ...]`."""
+
+    def __init__(self, detector: MaskRCNN) -> None:
+        super().__init__()
+        self.detector = detector
+
+    def forward(self, image_1CHW: Tensor) -> tuple[Tensor, ...]:
+        [found] = self.detector(image_1CHW)
+        return tuple(found[name] for name in DETECTED)
+
+
+def is_detector(trained: Trained) -> bool:
+    """Return whether the model finds objects, whose number differs between images."""
+    return isinstance(trained.model, MaskRCNN)
 
 
 def check_onnx_packages() -> None:
@@ -227,6 +254,8 @@ def check_onnx_packages() -> None:
 
 def write_onnx(trained: Trained, path: Path) -> None:
     """Write the model as one ONNX file with metadata. Raises UserError if that is not possible."""
+    import onnx
+
     model, size = trained.model, trained.size
     weights = sum(tensor.nbytes for tensor in model.state_dict().values())
     if weights > ONNX_LIMIT:
@@ -234,8 +263,6 @@ def write_onnx(trained: Trained, path: Path) -> None:
             f"{trained.path} has {weights:,} bytes of weights, more than one ONNX file can hold; "
             "use --format safetensors"
         )
-    image = torch.zeros(TRACED, 3, size, size)
-    shapes = ({0: torch.export.Dim("batch")},)
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     try:
@@ -243,19 +270,7 @@ def write_onnx(trained: Trained, path: Path) -> None:
         logger.setLevel(logging.ERROR)
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            # Without strict=True, len() of a tensor makes the batch size static. The model is
-            # exported here and not by torch.onnx.export, which would then make the batch size
-            # static without a warning.
-            program = torch.export.export(model, (image,), dynamic_shapes=shapes, strict=True)
-            onnx = torch.onnx.export(
-                program,
-                (image,),
-                input_names=["image"],
-                output_names=["logits"],
-                dynamic_shapes=shapes,
-                dynamo=True,
-                verbose=False,
-            )
+            graph = (trace_detector if is_detector(trained) else export_graph)(model, size)
     # The passes of the exporter raise errors of many types.
     except Exception as error:
         raise UserError(
@@ -269,15 +284,61 @@ def write_onnx(trained: Trained, path: Path) -> None:
         "size": size,
         "class_names": trained.class_names,
     } | preprocessing(trained)
-    onnx.model.metadata_props.update(
-        {name: json.dumps(value) for name, value in metadata.items() if value != []}
-    )
+    stated = {name: json.dumps(value) for name, value in metadata.items() if value != []}
+    onnx.helper.set_model_props(graph, stated)
     # One file: ONNX_LIMIT keeps it below the 2 GiB of a protobuf message.
-    onnx.save(str(path), external_data=False)
+    onnx.save(graph, path)
+
+
+def export_graph(model: nn.Module, size: int) -> "ModelProto":
+    """Return the graph of a classifier, or of a network that classifies pixels."""
+    image = torch.zeros(TRACED, 3, size, size)
+    shapes = ({0: torch.export.Dim("batch")},)
+    # Without strict=True, len() of a tensor makes the batch size static. The model is exported here
+    # and not by torch.onnx.export, which would then make the batch size static without a warning.
+    program = torch.export.export(model, (image,), dynamic_shapes=shapes, strict=True)
+    return torch.onnx.export(
+        program,
+        (image,),
+        input_names=["image"],
+        output_names=list(LOGITS),
+        dynamic_shapes=shapes,
+        dynamo=True,
+        verbose=False,
+    ).model_proto
+
+
+def trace_detector(model: MaskRCNN, size: int) -> "ModelProto":
+    """Return the graph of a detector.
+
+    It is traced: torch.export cannot follow counts of boxes, which the values decide, through
+    torchvision's code.
+    """
+    import onnx
+
+    image, traced = torch.zeros(1, 3, size, size), io.BytesIO()
+    torch.onnx.export(
+        OneImage(model).eval(),
+        (image,),
+        traced,
+        input_names=["image"],
+        output_names=list(DETECTED),
+        dynamic_axes={name: {0: "objects"} for name in DETECTED},
+        dynamo=False,
+    )
+    return onnx.load_from_string(traced.getvalue())
+
+
+def compare(got: np.ndarray, want: np.ndarray) -> float:
+    """Return the largest difference, in units of the largest wanted number if that is above 1."""
+    if got.shape != want.shape:
+        return np.inf
+    difference = np.abs(got.astype(np.float64) - want).max(initial=0)
+    return float(difference / max(1.0, np.abs(want).max(initial=0)))
 
 
 def check_onnx(trained: Trained, path: Path) -> float:
-    """Return the largest difference of a logit between ONNX Runtime and PyTorch, on noise.
+    """Return the largest difference between ONNX Runtime and PyTorch on noise, see `compare`.
 
     Raises UserError if it is above TOLERANCE.
     """
@@ -285,19 +346,24 @@ def check_onnx(trained: Trained, path: Path) -> float:
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     rng, worst = torch.Generator().manual_seed(0), 0.0
-    for batch in BATCHES:
+    detects = is_detector(trained)
+    model, names = (OneImage(trained.model), DETECTED) if detects else (trained.model, LOGITS)
+    for batch in (1, 1) if detects else BATCHES:
         image = torch.randn(batch, 3, trained.size, trained.size, generator=rng)
         with torch.inference_mode():
-            want = trained.model(image).numpy()
-        (got,) = session.run(["logits"], {"image": image.numpy()})
-        error = float(np.abs(got - want).max()) if got.shape == want.shape else np.inf
-        # Written as `not <=`, so that NaN fails too.
-        if not error <= TOLERANCE * max(1.0, float(np.abs(want).max())):
-            raise UserError(
-                f"{trained.name} has other logits as ONNX (by {error:.1e} in a batch of {batch}); "
-                "use --format safetensors"
-            )
-        worst = max(worst, error)
+            made = model(image)
+        wanted = made if detects else [made]
+        for name, want, got in zip(
+            names, wanted, session.run(names, {"image": image.numpy()}), strict=True
+        ):
+            error = compare(got, want.numpy())
+            # Written as `not <=`, so that NaN fails too.
+            if not error <= TOLERANCE:
+                raise UserError(
+                    f"{trained.name} has other {name} as ONNX (by {error:.1e} in a batch of "
+                    f"{batch}); use --format safetensors"
+                )
+            worst = max(worst, error)
     return worst
 
 
@@ -374,7 +440,7 @@ def main(export: Export) -> list[Path]:
     [out] = {path.parent for path in files}
     check_new(files)
     named = export.weights, export.model, export.size
-    others = (UperNet,) if export.to == "classifier" else ()
+    others = (UperNet, MaskRCNN) if export.to == "classifier" else ()
     trained = open_trained(export.checkpoint, *named, others=others)
     check_outputs(trained)
     new_folder = not out.exists()

@@ -46,7 +46,7 @@ OTHERS = {
     ),
     MaskRCNN: (
         "a detector, which returns boxes and not one class for each image; its run folder has its "
-        "metrics, and densefeed report and train read it (--init, --resume)"
+        "metrics, and densefeed report, export and train read it (--init, --resume)"
     ),
 }
 

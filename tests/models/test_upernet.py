@@ -62,8 +62,9 @@ def test_an_export_to_onnx_equals_torch_and_is_built_again(segments, tmp_path):
     (found,) = session.run(["logits"], {"image": image.numpy()})
     with pytest.raises(UserError, match="holds a segmentation network, which classifies pixels"):
         open_trained(tmp_path / "run")
-    for path in ("run", "export"):
-        model = open_trained(tmp_path / path, others=(UperNet,)).model
+    opened = [open_trained(tmp_path / path, others=(UperNet,)).model for path in ("run", "export")]
+    for model in [*opened, timm.create_model(f"local-dir:{tmp_path}/export", pretrained=True)]:
+        model.eval()
         with torch.inference_mode():
             want = model(image)
         assert found.shape == want.shape == (3, 4, 32, 32)

@@ -32,6 +32,8 @@ from densefeed.step import Step
 from densefeed.storage.instances import OBJECTS, CocoInstances, SceneInstances
 from densefeed.system.errors import UserError
 from densefeed.system.options import with_options
+from densefeed.tools import export
+from densefeed.tools.export import Export
 from densefeed.training.load_model import open_trained
 from densefeed.training.setup import open_loader
 
@@ -509,6 +511,37 @@ def test_a_classifiers_run_begins_the_backbone(micro, detects, tmp_path, monkeyp
         assert torch.allclose(before[name], after[f"backbone.{name}"], atol=1e-6), name
     with pytest.raises(UserError, match="holds a detector, which returns boxes and not"):
         open_trained(tmp_path / "detect")
+
+
+@pytest.mark.parametrize("form", ["safetensors", pytest.param("both", marks=[pytest.mark.slow])])
+def test_an_exported_detector_finds_the_same(detects, tmp_path, monkeypatch, form):
+    """By timm, whose `pretrained=True` once left random weights, and by ONNX Runtime."""
+    monkeypatch.setattr(training, "signal_handler", stopped_after(1))
+    training.train(detects(tmp_path / "run"))
+    export.main(Export(checkpoint=tmp_path / "run", out=tmp_path / "out", format=form))
+    ours = open_trained(tmp_path / "run", others=(MaskRCNN,)).model
+    theirs = timm.create_model(f"local-dir:{tmp_path}/out", pretrained=True).eval()
+    image = torch.randn(1, 3, 32, 32)
+    with torch.inference_mode():
+        [want], [got] = ours(image), theirs(image)
+    assert len(want["boxes"])
+    assert all(torch.equal(want[name], got[name]) for name in want)
+    if form == "both":
+        onnxruntime = pytest.importorskip("onnxruntime")
+        graph = onnxruntime.InferenceSession(str(tmp_path / "out/model.onnx"))
+        names = [output.name for output in graph.get_outputs()]
+        assert names == ["boxes", "labels", "scores", "masks"]
+        for name, found in zip(names, graph.run(names, {"image": image.numpy()}), strict=True):
+            np.testing.assert_allclose(found, want[name], atol=1e-4)
+
+
+def test_an_outputs_difference_is_that_of_its_numbers():
+    """Of no object it is 0, and of another number of objects infinite."""
+    none, boxes = np.zeros((0, 4), np.float32), np.full((2, 4), 50, np.float32)
+    assert export.compare(none, none) == 0
+    assert export.compare(boxes, boxes[:1]) == np.inf
+    assert np.isclose(export.compare(boxes + 0.5, boxes), 0.01)
+    assert np.isnan(export.compare(boxes * np.nan, boxes))
 
 
 def change(where, value):

@@ -92,9 +92,9 @@ LOG2_E = math.log2(math.e)
 class MaskLoss(torch.autograd.Function):
     """Mean cross entropy of pixels, whose gradient is computed in the forward pass.
 
-    Probabilities exist for a stripe of rows of pixels at a time; only the gradient of
-    the logits stays, in their dtype. The one backward pass scales it in place. It is stored without
-    the mean's factor 1/(N h w), which would push that of float16 below its range.
+    Probabilities exist for a stripe of rows of pixels at a time; only the gradient of the logits
+    stays, in their dtype. The one backward pass scales it in place. It is stored without the mean's
+    factor 1/(N h w), which would push that of float16 below its range.
     """
 
     @staticmethod
@@ -129,7 +129,7 @@ def sum_stripes(
     count = min(h, max(1, most // (K * w * dtype.itemsize)))
     buffer = logits_NKhw.new_empty(K * count * w, dtype=dtype)
     loss, weight = logits_NKhw.new_zeros(2, dtype=torch.float64).unbind()
-    grad_NKhw = torch.empty_like(logits_NKhw) if wanted else None
+    grad_NKhw = logits_NKhw.new_empty(logits_NKhw.shape) if wanted else None
     for image, rows, soft, hard in masks.stripes(count):
         block = logits_NKhw[image, :, rows]
         below_KT = buffer[: block.numel()].view(K, -1)
@@ -144,8 +144,12 @@ def sum_stripes(
         loss += torch.dot(targets.total, partition.log())
         weight += targets.weight.sum()
         if wanted:
-            targets.subtract_from(below_KT, targets.total / partition)
-            grad_NKhw[image, :, rows] = below_KT.view(block.shape)
+            grad_KT = grad_NKhw[image, :, rows].view(below_KT.shape)
+            # A gradient of 16 bits is rounded once.
+            made = grad_KT if grad_KT.dtype == dtype else below_KT
+            targets.subtract_from(below_KT, targets.total / partition, made)
+            if made is below_KT:
+                grad_KT.copy_(made)
     return loss.to(dtype), weight.to(dtype), grad_NKhw
 
 
@@ -172,12 +176,12 @@ class PixelTargets(NamedTuple):
             sums += torch.dot(self.on_hard[0], values_KT.gather(0, self.hard)[0])
         return sums
 
-    def subtract_from(self, values_KT: Tensor, scale: Tensor) -> None:
-        """Multiply the values by the `scale` of each pixel and subtract the targets, in place."""
-        torch.addcmul(self.base.neg(), values_KT, scale, out=values_KT)
-        values_KT.index_add_(0, self.palette, self.extra, alpha=-1)
+    def subtract_from(self, values_KT: Tensor, scale: Tensor, out: Tensor) -> None:
+        """Write values, times the `scale` of each pixel, minus the targets to `out`, `[K, T]`."""
+        torch.addcmul(-self.base, values_KT, scale, out=out)
+        out.index_add_(0, self.palette, self.extra, alpha=-1)
         if self.hard is not None:
-            values_KT.scatter_add_(0, self.hard, -self.on_hard)
+            out.scatter_add_(0, self.hard, -self.on_hard)
 
 
 def weigh_targets(

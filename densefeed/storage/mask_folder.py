@@ -86,6 +86,8 @@ class MaskFolder:
             self._first, names = 1, read_ade_classes(self.root / "objectInfo150.txt")
         elif (self.root / "masks").is_dir():
             images, masks = self._pair("images", "masks")
+        elif not self.root.is_dir():
+            raise UserError(f"{root} is not a folder; give the one that holds images and masks")
         else:
             raise UserError(
                 f"{root} has neither masks, nor annotations (ADE20K), nor SegmentationClass (Pascal"

@@ -101,6 +101,7 @@ def remove_masks(root):
 
 BREAKS = {
     "has neither masks, nor annotations": remove_masks,
+    "is not a folder; give the one that": lambda root: root.rename(root.with_name("moved")),
     "9.png is a mask of no image": lambda root: save(root / "masks/9.png", IDS[0]),
     "several images of the same name": lambda root: save(root / "images/0.png", IDS[0]),
     r"0.png has class 7, and there are 5 classes from 0 on": lambda root: save(

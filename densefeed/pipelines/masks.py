@@ -30,9 +30,9 @@ from densefeed.system.errors import UserError
 # N images   h x w pixels   T pixels of a stripe of rows   S map side   M classes of an image's map
 # G samples per pixel and axis
 
-# Sample points that are placed at once. Of fewer the placing takes as long as the loss, and more
+# Sample points whose targets are made at once. Of fewer that takes as long as the loss, and more
 # show more classes.
-POINTS = 2**14
+POINTS = 2**15
 
 
 class Stripe(NamedTuple):
@@ -95,15 +95,19 @@ class SoftMasks(NamedTuple):
                 at = places(part, spec.side, rules)
                 points, share, inside = table_points(at, spec.side, (rows, w), most)
                 seen = drop_unseen(maps, points)
+                pool_map = partial(pool_points, points, share, most)
+                soft = finish_targets(seen, pool_map, inside.flatten(1), batch.weight, spec, rules)
                 for first in range(0, rows, count):
                     end = min(first + count, rows)
-                    samples = slice(first * most, end * most)
-                    pool_map = partial(pool_points, points[:, samples], share[:, :, samples], most)
-                    here = inside[:, first:end].flatten(1)
-                    soft = finish_targets(seen, pool_map, here, batch.weight, spec, rules)
                     place = slice(top + first, top + end)
                     hard = None if self.hard is None else self.hard[image, place].flatten().long()
-                    yield Stripe(image, place, soft, hard)
+                    yield Stripe(image, place, cut_tokens(soft, first * w, end * w), hard)
+
+
+def cut_tokens(targets: SparseTargets, first: int, end: int) -> SparseTargets:
+    """Return the targets of tokens `first` to `end` - 1."""
+    here = [field[:, first:end] for field in targets[1:]]
+    return SparseTargets(targets.palette, *here)
 
 
 def cut_rows(view_N23: Tensor, first: int, count: int, height: int) -> Tensor:

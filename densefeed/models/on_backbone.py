@@ -140,12 +140,12 @@ def build(
 
     `pretrained` loads the weights of `pretrained_cfg`, as those of an exported folder. Raises
     RuntimeError if there are none. timm's own build_model_with_cfg would replace the configuration
-    of the backbone, whose mean and standard deviation the network has.
+    of the backbone where none is given, whose mean and standard deviation the network has.
     """
-    model = model_class(**kwargs)
-    model.pretrained_cfg |= pretrained_cfg_overlay or {}
-    if pretrained:
+    model, source = model_class(**kwargs), pretrained_cfg_overlay or {}
+    if pretrained or pretrained_cfg:
         source = resolve_pretrained_cfg(name, pretrained_cfg, pretrained_cfg_overlay).to_dict()
+    if pretrained:
         load_pretrained(
             model,
             source,
@@ -153,4 +153,5 @@ def build(
             filter_fn=checkpoint_filter_fn,
             cache_dir=cache_dir,
         )
+    model.pretrained_cfg |= source
     return model

@@ -26,7 +26,6 @@ from densefeed.pipelines.masks import sample_masks
 from densefeed.pipelines.plan import EpochPlan, RankRows
 from densefeed.pipelines.shapes import Shape
 from densefeed.storage.dataset_names import match_forms
-from densefeed.storage.mask_folder import UNLABELED
 from densefeed.storage.parquet_files import Blocks
 from densefeed.storage.score_maps import ScoreMaps
 from densefeed.system.errors import UserError, explain_os_error
@@ -535,8 +534,6 @@ class ThreadedLoader:
             masks.append(mask)
 
         def sample(pair: tuple[Tensor, Tensor]) -> Tensor:
-            if not pair[0].numel():
-                return torch.full(size, UNLABELED, dtype=dtype)
             return sample_masks([pair[0]], pair[1][None], size)[0].to(dtype)
 
         # Each on a thread, as it takes milliseconds for 512 x 512 pixels.

@@ -64,7 +64,7 @@ class SoftMasks(NamedTuple):
         A pixel gets `share` of its soft target and 1 - `share` of its hard class. Where one of both
         is not known, the other counts alone: with `share` 1 hard masks only fill what the maps do
         not cover, with 0 the maps fill what the masks leave. Raises ValueError for other shapes and
-        types, and for a share that is not from 0 to 1.
+        types, on a CPU for ids of no class, and for a share that is not from 0 to 1.
         """
         wanted = len(self.batch.view), *self.size
         if tuple(hard.shape) != wanted or hard.is_floating_point():
@@ -74,6 +74,14 @@ class SoftMasks(NamedTuple):
             )
         if not 0 <= share <= 1:
             raise ValueError(f"the share of soft targets is {share}; give a number from 0 to 1")
+        # On a GPU this would wait.
+        if hard.device.type == "cpu" and hard.numel():
+            least, most = hard.amin().item(), hard.amax().item()
+            if least < UNLABELED or most >= self.spec.num_classes:
+                raise ValueError(
+                    f"hard masks hold {most if most >= self.spec.num_classes else least}; give "
+                    f"classes from 0 to {self.spec.num_classes - 1}, and -1 where none is known"
+                )
         return self._replace(hard=hard, share=float(share))
 
     def to(self, device: torch.device | str) -> "SoftMasks":
@@ -158,7 +166,8 @@ def sample_masks(
     result is on the device of the masks, without waiting for it if `view` is there too.
 
     Args:
-        masks: class ids, int `[N, H, W]`, or N tensors `[H, W]` of any sizes.
+        masks: class ids, int `[N, H, W]`, or N tensors `[H, W]` of any sizes; of size 0 without a
+            mask, which has `outside` everywhere.
         view: `[N, 2, 3]`, takes a point (x, y, 1) of the network's input to one of the stored
             image, both from (0, 0) at the top-left corner to (1, 1), as `Batch.view`; or collated
             `densefeed.View`s, `[N, 2, 6]`.
@@ -181,6 +190,9 @@ def sample_mask(mask_HW: Tensor, view: Tensor, size: Shape, outside: int) -> Ten
     """Sample one mask, see `sample_masks`."""
     (H, W), device = mask_HW.shape, mask_HW.device
     mask_HW = mask_HW.as_subclass(Tensor)
+    # Of an image without a mask.
+    if not mask_HW.numel():
+        return torch.full(size, outside, device=device)
     # In float64: pixels of crops that are not resized lie at whole pixels to the last bit.
     view = view.as_subclass(Tensor).to(device, torch.float64)
     y, x = (

@@ -44,7 +44,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -67,6 +67,7 @@ from densefeed.models.backbone_layouts import (
     to_mm_swin,
 )
 from densefeed.models.mask_rcnn import MaskRCNN
+from densefeed.models.on_backbone import OnBackbone
 from densefeed.models.upernet import UperNet
 from densefeed.system.errors import BusyError, UserError, first_line, install_extra, make_command
 from densefeed.system.files import (
@@ -268,7 +269,8 @@ def write_onnx(trained: Trained, path: Path) -> None:
     try:
         # The exporter's log and warnings are about its passes; `check_onnx` checks the result.
         logger.setLevel(logging.ERROR)
-        with torch.no_grad(), warnings.catch_warnings():
+        # A trace that fails prints its graph.
+        with torch.no_grad(), warnings.catch_warnings(), redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             graph = (trace_detector if is_detector(trained) else export_graph)(model, size)
     # The passes of the exporter raise errors of many types.
@@ -440,8 +442,19 @@ def main(export: Export) -> list[Path]:
     [out] = {path.parent for path in files}
     check_new(files)
     named = export.weights, export.model, export.size
-    others = (UperNet, MaskRCNN) if export.to == "classifier" else ()
-    trained = open_trained(export.checkpoint, *named, others=others)
+    trained = open_trained(export.checkpoint, *named, others=(UperNet, MaskRCNN))
+    if export.to != "classifier" and isinstance(trained.model, OnBackbone):
+        raise UserError(
+            f"{trained.path} holds a {trained.name}, and --to {export.to} writes a classifier's "
+            "backbone; give the run that its --init took, or leave out --to to write all of it"
+        )
+    # timm builds a model for the size of its input, and position tables are those of whole cells.
+    if is_detector(trained) and (over := trained.size % trained.model.whole):
+        high = trained.size - over + trained.model.whole
+        raise UserError(
+            f"{trained.path} would be exported at {trained.size} px, which is no multiple of its "
+            f"cells of {trained.model.whole} px; give --size {high}"
+        )
     check_outputs(trained)
     new_folder = not out.exists()
     try:

@@ -16,6 +16,7 @@ from torch import nn
 from densefeed.models import checkpoints
 from densefeed.models.mask_rcnn import MaskRCNN
 from densefeed.models.model_spec import CANNOT_BUILD, imagenet_names
+from densefeed.models.on_backbone import OnBackbone
 from densefeed.models.token_transformer import TokenTransformer
 from densefeed.models.upernet import UperNet
 from densefeed.objectives import Objectives, build_objective, complete
@@ -263,16 +264,18 @@ def at_size(
     timm's with `set_input_size`, which every timm family with such a table has. Models with
     neither, as CNNs, are not changed. Raises UserError if the model cannot take this size.
     """
-    kwargs = recipe.kwargs
+    kwargs, backbone = recipe.kwargs, find_backbone(model)
+    # A detector fills images up to whole cells.
+    side = -(-size // model.whole) * model.whole if isinstance(model, MaskRCNN) else size
     try:
-        if isinstance(model, TokenTransformer) and model.pos_embed is not None:
-            if size != model.grid_size * model.patch_size:
-                kwargs = kwargs | {"img_size": size}
+        if isinstance(backbone, TokenTransformer) and backbone.pos_embed is not None:
+            if side != backbone.grid_size * backbone.patch_size:
+                kwargs = kwargs | {"img_size": side}
                 model = resample_table(model, recipe._replace(kwargs=kwargs).build())
-        elif hasattr(model, "set_input_size"):
-            model.set_input_size(img_size=(size, size))
+        elif hasattr(backbone, "set_input_size"):
+            backbone.set_input_size(img_size=(side, side))
             # The exported config must build the model at this size.
-            kwargs = kwargs | {"img_size": size}
+            kwargs = kwargs | {"img_size": side}
         # Some families find out only in a forward pass that they cannot take the size.
         with torch.inference_mode():
             model.eval()(torch.zeros(1, 3, size, size))
@@ -284,9 +287,16 @@ def at_size(
     return model, kwargs
 
 
-def resample_table(model: TokenTransformer, new: TokenTransformer) -> TokenTransformer:
+def find_backbone(model: nn.Module) -> nn.Module:
+    """Return the classifier in a network of segmentation or detection, or the model itself."""
+    return model.backbone if isinstance(model, OnBackbone) else model
+
+
+def resample_table(model: nn.Module, new: nn.Module) -> nn.Module:
     """Load the weights of `model` into `new`, with its position table resampled; return `new`."""
-    sides = [new.grid_size] * 2, [model.grid_size] * 2
-    table = resample_abs_pos_embed(model.pos_embed.detach(), *sides)
-    new.load_state_dict(model.state_dict() | {"pos_embed": table})
+    before, after = find_backbone(model), find_backbone(new)
+    sides = [after.grid_size] * 2, [before.grid_size] * 2
+    table = resample_abs_pos_embed(before.pos_embed.detach(), *sides)
+    name = "pos_embed" if before is model else "backbone.pos_embed"
+    new.load_state_dict(model.state_dict() | {name: table})
     return new

@@ -526,6 +526,9 @@ def test_an_exported_detector_finds_the_same(detects, tmp_path, monkeypatch, for
         [want], [got] = ours(image), theirs(image)
     assert len(want["boxes"])
     assert all(torch.equal(want[name], got[name]) for name in want)
+    assert timm.data.resolve_data_config(model=theirs)["input_size"] == [3, 32, 32]
+    names = open_trained(tmp_path / "run", others=(MaskRCNN,)).class_names
+    assert theirs.pretrained_cfg["label_names"] == names
     if form == "both":
         onnxruntime = pytest.importorskip("onnxruntime")
         graph = onnxruntime.InferenceSession(str(tmp_path / "out/model.onnx"))
@@ -533,6 +536,24 @@ def test_an_exported_detector_finds_the_same(detects, tmp_path, monkeypatch, for
         assert names == ["boxes", "labels", "scores", "masks"]
         for name, found in zip(names, graph.run(names, {"image": image.numpy()}), strict=True):
             np.testing.assert_allclose(found, want[name], atol=1e-4)
+
+
+def test_an_export_at_another_size_resamples_the_table_once(detects, tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "signal_handler", stopped_after(1))
+    training.train(detects(tmp_path / "run"))
+    options = dict(checkpoint=tmp_path / "run", out=tmp_path / "out")
+    with pytest.raises(UserError, match=r"no multiple of its cells of 8 px; give --size 48"):
+        export.main(Export(size=41, **options))
+    with pytest.raises(UserError, match=r"--to timm-features writes a classifier's backbone"):
+        export.main(Export(to="timm-features", **options | {"out": tmp_path / "x.safetensors"}))
+    export.main(Export(size=48, **options))
+    ours = open_trained(tmp_path / "run", others=(MaskRCNN,)).model
+    theirs = timm.create_model(f"local-dir:{tmp_path}/out", pretrained=True).eval()
+    assert theirs.backbone.grid_size == 6
+    image = torch.randn(1, 3, 48, 48)
+    with torch.inference_mode():
+        [want], [got] = ours(image), theirs(image)
+    torch.testing.assert_close(got["boxes"], want["boxes"])
 
 
 def test_an_outputs_difference_is_that_of_its_numbers():

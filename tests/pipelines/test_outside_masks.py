@@ -122,6 +122,48 @@ def test_outside_hard_and_soft_targets_are_mixed_pixel_by_pixel(labels, share, s
     torch.testing.assert_close(logits.grad.double(), grad, rtol=1e-5, atol=1e-7)
 
 
+def test_outside_pixels_may_be_tokens_of_a_grid(labels):
+    """Logits of pixels beside targets of a grid were taken for K tokens."""
+    view, (ours, tokens) = VIEWS["crops"], (random_logits(), random_logits())
+    loss = sparse_loss(ours, labels.soft_masks(range(N), view, SIZE))
+    same = sparse_loss(tokens, labels.targets(range(N), view, SIZE))
+    (loss + same).backward()
+    torch.testing.assert_close(same, loss)
+    torch.testing.assert_close(tokens.grad, ours.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_outside_a_logit_of_minus_infinity_takes_a_class_out(labels):
+    """The loss was NaN, as 0 times infinity."""
+    hard = torch.randint(0, K - 1, (N, *SIZE), generator=torch.Generator().manual_seed(2))
+    logits = random_logits().detach()
+    logits[:, K - 1] = -torch.inf
+    logits.requires_grad_()
+    loss = sparse_loss(logits, labels.soft_masks(range(N), VIEWS["crops"], SIZE).mix(hard, 0.0))
+    loss.backward()
+    want = F.cross_entropy(logits.detach(), hard)
+    torch.testing.assert_close(loss, want, rtol=1e-5, atol=0)
+    assert logits.grad.isfinite().all()
+
+
+WRONG = [(K, torch.int64), (-2, torch.int8), (255, torch.uint8)]
+
+
+@pytest.mark.parametrize(("wrong", "dtype"), WRONG)
+def test_outside_hard_ids_of_no_class_are_refused(labels, wrong, dtype):
+    hard = torch.zeros(N, *SIZE, dtype=dtype)
+    hard[0, 1, 1] = wrong
+    with pytest.raises(ValueError, match=f"hard masks hold {wrong}; give classes from 0 to"):
+        labels.soft_masks(range(N), VIEWS["crops"], SIZE).mix(hard)
+
+
+def test_outside_an_image_without_a_mask_has_no_class():
+    view = torch.tensor([[[1.0, 0, 0], [0, 1, 0]]] * 2)
+    masks = [torch.zeros(0, 0, dtype=torch.int64), torch.ones(4, 4, dtype=torch.int64)]
+    found = sample_masks(masks, view, (2, 3))
+    assert (found[0] == -1).all()
+    assert (found[1] == 1).all()
+
+
 def test_outside_without_a_label_the_loss_is_0(labels):
     beyond = torch.tensor([[[0.5, 0, 2], [0, 0.5, 2]]] * N)
     logits = random_logits()

@@ -102,6 +102,9 @@ def remove_masks(root):
 BREAKS = {
     "has neither masks, nor annotations": remove_masks,
     "is not a folder; give the one that": lambda root: root.rename(root.with_name("moved")),
+    "0.jpg is no PNG file, as masks are; save it": lambda root: (root / "masks/0.png").rename(
+        root / "masks/0.jpg"
+    ),
     "9.png is a mask of no image": lambda root: save(root / "masks/9.png", IDS[0]),
     "several images of the same name": lambda root: save(root / "images/0.png", IDS[0]),
     r"0.png has class 7, and there are 5 classes from 0 on": lambda root: save(
@@ -123,6 +126,12 @@ def test_outside_a_folder_that_is_wrong_is_one_sentence(plain, said):
     with pytest.raises(UserError, match=said) as error:
         MaskFolder(plain, classes=NAMES)[0]
     assert "\n" not in str(error.value)
+
+
+def test_outside_masks_may_be_named_in_capitals(plain):
+    """They were taken for none."""
+    (plain / "masks/0.png").rename(plain / "masks/0.PNG")
+    assert torch.equal(MaskFolder(plain, classes=NAMES).mask(0), want(0))
 
 
 def test_outside_classes_must_be_known(plain):

@@ -61,17 +61,24 @@ PHOTOS = dict(
     drop_path=0.0,
 )
 
+ON_SCENES = """UperNet on the students of photo scenes, with true masks of 61 classes: on a CPU.
+
+Give a run of photos_ce or photos_token_label to --init, or train from scratch."""
+
 RECIPES = {
     **table(
-        """UperNet on the students of photo scenes, with true masks of 61 classes: minutes on a CPU.
-
-Give a run of photos_ce or photos_token_label to --init, or train from scratch.""",
+        ON_SCENES,
         with_options(Config(), **PHOTOS),
         data=SCENE_FOLDERS,
         segment_photos=({}, "Hard masks."),
+    ),
+    **table(
+        ON_SCENES,
+        with_options(Config(), **PHOTOS),
+        data=f"{SCENE_FOLDERS} --score-maps maps.h5",
         segment_photos_soft=(
             dict(objective="segment-soft"),
-            "Hard masks mixed with a segmenter's maps (--score-maps).",
+            "Hard masks mixed with a segmenter's maps.",
         ),
     ),
     **table(

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from densefeed.models import checkpoints
+from densefeed.models.mask_rcnn import MaskRCNN
 from densefeed.models.model_spec import imagenet_names, is_registered
 from densefeed.relabel.class_map import ClassMap, name_unmapped, read_class_map
 from densefeed.relabel.network import Network, preprocessing_config
@@ -143,6 +144,11 @@ def load_network(source: str | nn.Module, model_name: str, size: int) -> Loaded:
     if is_checkpoint(source):
         path = checkpoints.find_file(Path(source))
         model, checkpoint = checkpoints.build(path, model_name)
+        if isinstance(model, MaskRCNN):
+            raise UserError(
+                f"{path} holds a detector, whose boxes are no scores of cells; give a classifier "
+                "or a network of segmentation"
+            )
         # A run may have its own mean and deviation.
         facts = checkpoints.read_facts(checkpoint, path)
         own = {"mean": facts.mean, "std": facts.std}

@@ -135,8 +135,8 @@ class CocoInstances:
         self.images = self.masks = [home / path for path in paths]
         self._found = [[] for _ in listed]
         rows = {key: row for row, key in enumerate(listed)}
-        for record in content["annotations"]:
-            self._add(record, rows)
+        for number, record in enumerate(content["annotations"]):
+            self._add(f"annotations[{number}]", record, rows)
 
     def _refuse(self, why: str) -> NoReturn:
         raise UserError(f"{self.file} is damaged ({why}); {REMEDY}")
@@ -186,14 +186,14 @@ class CocoInstances:
                 )
         return home
 
-    def _add(self, record: dict, rows: dict[Hashable, int]) -> None:
-        """Check an annotation, and keep what is needed of it."""
-        image = self._take(record, "image_id", int | str, "an annotation")
+    def _add(self, name: str, record: dict, rows: dict[Hashable, int]) -> None:
+        """Check an annotation, which messages call `name`, and keep what is needed of it."""
+        image = self._take(record, "image_id", int | str, name)
         if image not in rows:
-            self._refuse(f"an annotation is of the image {str(image)[:20]}, which it does not list")
-        key = self._take(record, "category_id", int, "an annotation")
+            self._refuse(f"{name} is of the image {str(image)[:20]}, which it does not list")
+        key = self._take(record, "category_id", int, name)
         if key not in self._numbers:
-            self._refuse(f"an annotation has the category {key}, which it does not list")
+            self._refuse(f"{name} has the category {key}, which it does not list")
         row = rows[image]
         if len(self._found[row]) == OBJECTS:
             self._refuse(f"an image has more than {OBJECTS:,} objects")
@@ -202,10 +202,10 @@ class CocoInstances:
         stated |= {"area": float(area)} if is_number(area) else {}
         if isinstance(box, list) and len(box) == 4 and all(map(is_number, box)):
             stated["bbox"] = [float(value) for value in box]
-        shape = self._read_shape(record.get("segmentation"), row)
+        shape = self._read_shape(name, record.get("segmentation"), row)
         self._found[row].append((self._numbers[key], shape, stated))
 
-    def _read_shape(self, shape: Any, row: int) -> Any:
+    def _read_shape(self, name: str, shape: Any, row: int) -> Any:
         """Return polygons as arrays, or runs as pycocotools reads them."""
         H, W = self._sizes[row]
         if isinstance(shape, dict):
@@ -214,15 +214,15 @@ class CocoInstances:
             whole = isinstance(counts, list) and all(type(n) is int and n >= 0 for n in counts)
             # pycocotools would leave pixels beyond the runs as the memory was.
             if shape.get("size") != [H, W] or not whole or sum(counts) != H * W:
-                self._refuse(f"an annotation has runs that are not those of {W} x {H} pixels")
+                self._refuse(f"{name} has runs that are not those of {W} x {H} pixels")
             return np.array(counts, np.uint32)
         if not isinstance(shape, list) or not shape:
-            self._refuse("an annotation has no segmentation")
+            self._refuse(f"{name} has no segmentation")
         polygons = []
         for one in shape:
             valid = isinstance(one, list) and len(one) >= 6 and not len(one) % 2
             if not valid or not all(map(is_number, one)):
-                self._refuse("an annotation has a polygon that is not 3 or more pairs of numbers")
+                self._refuse(f"{name} has a polygon that is not 3 or more pairs of numbers")
             # Work and memory of painting grow with the extent.
             points = np.array(one, np.float64).reshape(-1, 2)
             polygons.append(points.clip(-max(H, W), 2 * max(H, W)).ravel())

@@ -81,7 +81,7 @@ def test_recipe_text_and_model(recipe, monkeypatch):
     command = re.search(r"densefeed train(?:.*\\\n)*.*", about)[0].replace("\\\n", " ")
     config, given = recipe(), parse(command, monkeypatch)
     own = dict(leaves(config))
-    free = ("data", "val", "out", "loader", "init")
+    free = ("data", "val", "out", "loader", "init", "score_maps")
     assert with_options(given, **{name: own[name] for name in free}) == config
     assert config.data.train is tyro.MISSING
     objective_for(given)

@@ -9,7 +9,7 @@ from torchvision.transforms import v2
 
 import densefeed
 from densefeed import TargetRules, UserError, View, open_score_maps, sample_masks, sparse_loss
-from densefeed.objectives import losses
+from densefeed.objectives import mask_loss
 from densefeed.pipelines import masks as masks_module
 from densefeed.storage.images import Images
 from densefeed.storage.row_codecs import ScoreMaps
@@ -45,7 +45,7 @@ def labels(request, folder, random_maps, tmp_path_factory):
 @pytest.fixture(params=[1, 10**6], ids=["rows", "whole"])
 def stripes(request, monkeypatch):
     """Stripes of one row of pixels, and of all rows; points of two rows, and of all."""
-    monkeypatch.setattr(losses, "STRIPE_BYTES", {"cpu": request.param, "cuda": request.param})
+    monkeypatch.setattr(mask_loss, "STRIPE_BYTES", {"cpu": request.param, "cuda": request.param})
     monkeypatch.setattr(masks_module, "POINTS", 2 * SIZE[1] if request.param == 1 else 2**16)
 
 

@@ -143,10 +143,12 @@ def write_config(trained: Trained, path: Path) -> None:
     config = {"pretrained_cfg": preprocessing(trained), "label_names": trained.class_names}
     save_config_for_hf(trained.model, path, model_config=config, model_args=arguments)
     # timm writes a pair of sides. One number means the same, and models with one side (LV-ViT)
-    # accept it too.
+    # accept it too. In a dense network the backbone may be built for another size than the input.
     written = json.loads(path.read_text())
     if "img_size" in written.get("model_args", {}):
-        written["model_args"]["img_size"] = trained.size
+        dense = isinstance(trained.model, OnBackbone)
+        side = arguments.get("img_size", trained.size) if dense else trained.size
+        written["model_args"]["img_size"] = side
     path.write_text(json.dumps(written, indent=2) + "\n")
 
 
@@ -447,13 +449,6 @@ def main(export: Export) -> list[Path]:
         raise UserError(
             f"{trained.path} holds a {trained.name}, and --to {export.to} writes a classifier's "
             "backbone; give the run that its --init took, or leave out --to to write all of it"
-        )
-    # timm builds a model for the size of its input, and position tables are those of whole cells.
-    if is_detector(trained) and (over := trained.size % trained.model.whole):
-        high = trained.size - over + trained.model.whole
-        raise UserError(
-            f"{trained.path} would be exported at {trained.size} px, which is no multiple of its "
-            f"cells of {trained.model.whole} px; give --size {high}"
         )
     check_outputs(trained)
     new_folder = not out.exists()

@@ -268,11 +268,12 @@ def at_size(
     # A detector fills images up to whole cells.
     side = -(-size // model.whole) * model.whole if isinstance(model, MaskRCNN) else size
     try:
-        if isinstance(backbone, TokenTransformer) and backbone.pos_embed is not None:
+        if isinstance(backbone, TokenTransformer) and has_table(backbone):
             if side != backbone.grid_size * backbone.patch_size:
                 kwargs = kwargs | {"img_size": side}
                 model = resample_table(model, recipe._replace(kwargs=kwargs).build())
-        elif hasattr(backbone, "set_input_size"):
+        # Swin without a head takes any size; timm would scale its windows.
+        elif hasattr(backbone, "set_input_size") and (backbone is model or has_table(backbone)):
             backbone.set_input_size(img_size=(side, side))
             # The exported config must build the model at this size.
             kwargs = kwargs | {"img_size": side}
@@ -290,6 +291,11 @@ def at_size(
 def find_backbone(model: nn.Module) -> nn.Module:
     """Return the classifier in a network of segmentation or detection, or the model itself."""
     return model.backbone if isinstance(model, OnBackbone) else model
+
+
+def has_table(model: nn.Module) -> bool:
+    """Return whether a model has a position table."""
+    return getattr(model, "pos_embed", None) is not None
 
 
 def resample_table(model: nn.Module, new: nn.Module) -> nn.Module:

@@ -448,7 +448,7 @@ def main(export: Export) -> list[Path]:
     if export.to != "classifier" and isinstance(trained.model, OnBackbone):
         raise UserError(
             f"{trained.path} holds a {trained.name}, and --to {export.to} writes a classifier's "
-            "backbone; give the run that its --init took, or leave out --to to write all of it"
+            "backbone; give the classifier that it began with, or leave out --to to write all"
         )
     check_outputs(trained)
     new_folder = not out.exists()

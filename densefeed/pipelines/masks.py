@@ -190,7 +190,7 @@ def sample_mask(mask_HW: Tensor, view: Tensor, size: Shape, outside: int) -> Ten
     """Sample one mask, see `sample_masks`."""
     (H, W), device = mask_HW.shape, mask_HW.device
     mask_HW = mask_HW.as_subclass(Tensor)
-    # Of an image without a mask.
+    # The image has no mask.
     if not mask_HW.numel():
         return torch.full(size, outside, device=device)
     # In float64: pixels of crops that are not resized lie at whole pixels to the last bit.

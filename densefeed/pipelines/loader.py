@@ -204,6 +204,8 @@ class Source:
     def map_parts(self, ids: np.ndarray) -> native.Parts:
         """Locate the score maps of the samples `ids`, without the memory that they are copied to.
 
+        The samples are those of several batches, most of which `begin` has not seen yet.
+
         The parts are the map fields of Batch in their order, or packed rows. Native threads copy
         them beside the images, and refuse values that `score_maps` does not allow.
         """

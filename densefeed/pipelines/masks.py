@@ -76,11 +76,11 @@ class SoftMasks(NamedTuple):
             raise ValueError(f"the share of soft targets is {share}; give a number from 0 to 1")
         # On a GPU this would wait.
         if hard.device.type == "cpu" and hard.numel():
-            least, most = hard.amin().item(), hard.amax().item()
-            if least < UNLABELED or most >= self.spec.num_classes:
+            last, ends = self.spec.num_classes - 1, [end.item() for end in hard.aminmax()]
+            if wrong := [end for end in ends if not UNLABELED <= end <= last]:
                 raise ValueError(
-                    f"hard masks hold {most if most >= self.spec.num_classes else least}; give "
-                    f"classes from 0 to {self.spec.num_classes - 1}, and -1 where none is known"
+                    f"hard masks hold {wrong[0]}; give classes from 0 to {last}, and -1 where none "
+                    "is known"
                 )
         return self._replace(hard=hard, share=float(share))
 

@@ -61,7 +61,7 @@ PHOTOS = dict(
     drop_path=0.0,
 )
 
-ON_SCENES = """UperNet on the students of photo scenes, with true masks of 61 classes: on a CPU.
+ON_SCENES = """UperNet on students of photo scenes, true masks of 61 classes: minutes on a CPU.
 
 Give a run of photos_ce or photos_token_label to --init, or train from scratch."""
 

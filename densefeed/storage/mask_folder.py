@@ -150,8 +150,9 @@ class MaskFolder:
         listed = [path for path in sorted((self.root / masks).iterdir()) if path.is_file()]
         found = {path.stem: path for path in listed if path.suffix.lower() == ".png"}
         # A JPEG of ids holds other ids.
-        if others := [path for path in listed if path.suffix.lower() in set(ENDINGS) - {".png"}]:
-            raise UserError(f"{others[0]} is no PNG file, as masks are; save it as PNG")
+        for path in listed:
+            if path.suffix.lower() in ENDINGS and path.suffix.lower() != ".png":
+                raise UserError(f"{path} is no PNG file, as masks are; save it as PNG")
         files = sorted((self.root / images).iterdir())
         files = [path for path in files if path.suffix.lower() in ENDINGS]
         stems = {path.stem for path in files}

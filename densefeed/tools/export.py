@@ -96,8 +96,8 @@ LOGITS = ("logits",)
 DETECTED = ("boxes", "labels", "scores", "masks")
 # Largest difference between ONNX Runtime and PyTorch, see `compare`.
 TOLERANCE = 1e-4
-# Batch sizes that are compared; not the one that the graph is traced with.
-BATCHES = (1, 3)
+# Batch sizes that are compared, not the one of the trace; of a detector two images.
+BATCHES, SINGLE = (1, 3), (1, 1)
 # torch.export makes dimensions of 0 and 1 static.
 TRACED = 2
 # Bytes of weights: a protobuf message is limited to 2 GiB, and the graph itself takes some of it.
@@ -352,7 +352,7 @@ def check_onnx(trained: Trained, path: Path) -> float:
     rng, worst = torch.Generator().manual_seed(0), 0.0
     detects = is_detector(trained)
     model, names = (OneImage(trained.model), DETECTED) if detects else (trained.model, LOGITS)
-    for batch in (1, 1) if detects else BATCHES:
+    for batch in SINGLE if detects else BATCHES:
         image = torch.randn(batch, 3, trained.size, trained.size, generator=rng)
         with torch.inference_mode():
             made = model(image)

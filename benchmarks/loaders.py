@@ -16,7 +16,7 @@ benchmarks/peers.py describes the loaders. Without --data the images are generat
 import os
 import time
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -276,11 +276,12 @@ def time_stages(config: PeerConfig, epoch: int) -> dict[str, float]:
         samples = source.begin(ids).wait().samples
         sides = samples["height"], samples["width"]
         samples["box_tlhw"], samples["flip"] = plan.crops(epoch, ids, *sides)
-        parts, spec = None, source.score_maps
+        rows, spec = None, source.score_maps
         if spec:
             to = [field.numpy() for field in allocate_maps(len(ids), spec, memory.empty)]
-            parts = source.map_parts(ids)._replace(to=to, limits=spec.limits)
-        job = native.Job(samples, pixels, parts)
+            parts = replace(source.map_parts(ids), to=to, limits=spec.limits)
+            rows = native.PartRows(parts)
+        job = native.Job(samples, pixels, rows)
         taken["plan"] += time.perf_counter() - start
         job.decode()
         for name, microseconds in zip(native.STAGES, samples["took"].sum(0).tolist(), strict=True):

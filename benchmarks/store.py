@@ -16,7 +16,7 @@ Bytes per image are those of the whole file, path and label included. Rows are a
 """
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -170,7 +170,7 @@ def measure(folder: Path, stores: dict[str, ScoreMapStore], benchmark: StoreBenc
         for first in range(0, len(ids), batch):
             part, store = ids[first : first + batch], stores[form]
             fields = allocate_maps(len(part), store.header, memory.empty)
-            parts = locate_rows(store, part)._replace(to=[field.numpy() for field in fields])
+            parts = replace(locate_rows(store, part), to=[field.numpy() for field in fields])
             # A status other than 0 is a read that failed or a row that does not match its CRC.
             assert not read_maps(parts).any()
         return len(ids)

@@ -30,6 +30,7 @@ from ctypes import (
     sizeof,
     string_at,
 )
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -106,6 +107,21 @@ class _Packed(Structure):
     _fields_ = (("cells", c_int32), ("top_k", c_int32), ("palette", c_void_p), ("levels", c_void_p))
 
 
+class _Parts(Structure):
+    """`Parts` in native.h."""
+
+    _fields_ = (
+        ("count", c_int),
+        ("file", c_void_p),
+        ("offset", c_void_p),
+        ("bytes", c_void_p),
+        ("to", c_void_p),
+        ("crc", c_void_p),
+        ("packed", c_void_p),
+        ("limits", c_void_p),
+    )
+
+
 class _Batch(Structure):
     """`Batch` in native.h."""
 
@@ -116,14 +132,8 @@ class _Batch(Structure):
         ("width", c_int),
         ("pixels", c_void_p),
         ("cuts", c_void_p),
-        ("parts", c_int),
-        ("part_file", c_void_p),
-        ("part_offset", c_void_p),
-        ("part_bytes", c_void_p),
-        ("part_to", c_void_p),
-        ("part_crc", c_void_p),
-        ("packed", c_void_p),
-        ("limits", c_void_p),
+        ("first_row", c_int),
+        ("parts", _Parts),
         ("next", c_int),
         ("done", c_int),
         ("cancelled", c_int),
@@ -286,8 +296,9 @@ _view = pythonapi.PyMemoryView_FromMemory
 _view.restype, _view.argtypes = py_object, [c_void_p, c_ssize_t, c_int]
 
 
-class Parts(NamedTuple):
-    """Byte ranges to read with each image, P per sample: its score map.
+@dataclass(eq=False)
+class Parts:
+    """Byte ranges to read with each image, P per sample: its score map. Jobs may share them.
 
     If `packed` is given, P is 2: a packed row and its Window. With `packed` or `limits`, `to` holds
     four arrays: logits `[N, S, S, k]`, classes `[N, S, S, k]`, logsumexps `[N, S, S]` and Windows
@@ -304,12 +315,71 @@ class Parts(NamedTuple):
     packed: Packed | None = None
     limits: Limits | None = None
 
+    def __len__(self) -> int:
+        return len(self.file)
+
     def of(self, rows: slice) -> "Parts":
         """Select the parts of some samples, with the same destination."""
         packed = self.packed and self.packed._replace(palette=self.packed.palette[rows])
         crc = None if self.crc is None else self.crc[rows]
         to = [to[rows] for to in self.to]
         return Parts(self.file[rows], self.offset[rows], to, crc, packed, self.limits)
+
+    @functools.cached_property
+    def fields(self) -> _Parts:
+        """The same for the library, valid while this object lives.
+
+        Computed once, as it takes 10 microseconds: the attributes above must not change afterwards.
+        """
+        N, P = len(self), len(self.to)
+        assert all(to.flags.c_contiguous and len(to) == N for to in self.to)
+        assert self.file.shape == self.offset.shape == (N, 2 if self.packed else P)
+        # In one array: making one takes a microsecond.
+        numbers = [*(to.nbytes // N for to in self.to), *map(locate, self.to)] if N else [0]
+        part_bytes = self._address(numbers, np.int64)
+        files = self._address(self.file, np.int32), self._address(self.offset, np.int64)
+        crc, packed, limits = self._address(self.crc, np.uint32), None, None
+        if self.packed is not None or self.limits is not None:
+            cells, top_k = self.to[2][0].size, self.to[0].shape[-1]
+            assert [part.dtype for part in self.to] == ["<f2", "<u2", "<f2", "<f4"]
+            assert [part[0].size for part in self.to] == [cells * top_k, cells * top_k, cells, 4]
+        if self.packed is not None:
+            palette, levels = self.packed
+            assert palette.shape == (N,)
+            assert palette.min(initial=1) > 0
+            assert palette.max(initial=1) <= 65536
+            assert levels is None or levels.shape == (256,)
+            addresses = self._address(palette, np.int32), self._address(levels, np.float32)
+            described = _Packed(cells, top_k, *addresses)
+            # `addressof` keeps nothing alive.
+            self._keep.append(described)
+            packed = addressof(described)
+        if self.limits is not None:
+            # `Limits` in native.h; a class has 16 bits.
+            classes, palette = self.limits
+            limits = self._address([cells, top_k, min(classes, 65536), palette], np.int32)
+        return _Parts(P, *files, part_bytes, part_bytes + 8 * P, crc, packed, limits)
+
+    @functools.cached_property
+    def _keep(self) -> list:
+        """What `fields` holds addresses of."""
+        return []
+
+    def _address(self, numbers: np.ndarray | list[int] | None, dtype: type) -> int | None:
+        """Return the address of a C-contiguous array of `numbers` and keep the array alive."""
+        if numbers is None:
+            return None
+        array = np.ascontiguousarray(numbers, dtype)
+        self._keep.append(array)
+        return locate(array)
+
+
+class PartRows(NamedTuple):
+    """The rows of `parts` that belong to the samples of a job."""
+
+    parts: Parts
+    first: int = 0  # that of the first sample; the others follow
+    check: bool = True  # whether values are compared with the limits of `parts`
 
 
 def locate(array: np.ndarray) -> int:
@@ -330,7 +400,7 @@ class Job:
         pixels: uint8 `[N, height, width, 3]`, C-contiguous; rows of samples whose status is not OK
             are undefined. Or `CUT` `[N]`, to cut out JPEGs and decode nothing; the library sets all
             fields, and `bytes` only where it points to the sample's own bytes.
-        parts: the score maps to read with the images.
+        rows: the score maps to read with the images.
         keep: other objects that must outlive the decoding (the bytes that samples point to).
     """
 
@@ -338,13 +408,13 @@ class Job:
         self,
         samples: np.ndarray,
         pixels: np.ndarray,
-        parts: Parts | None = None,
+        rows: PartRows | None = None,
         keep: object = None,
     ) -> None:
         assert samples.dtype == SAMPLE
         assert samples.flags.c_contiguous
         assert pixels.flags.c_contiguous
-        self.samples, self.pixels, self._keep = samples, pixels, [keep]
+        self.samples, self.pixels, self._keep = samples, pixels, (keep, rows)
         self.batch = _Batch(locate(samples), len(samples))
         if pixels.dtype == CUT:
             assert pixels.shape == samples.shape
@@ -357,57 +427,16 @@ class Job:
             assert min(height, width) > 0
             self.batch.height, self.batch.width = height, width
             self.batch.pixels = locate(pixels)
-        if parts is not None:
-            self._set_parts(parts)
+        if rows:
+            assert 0 <= rows.first <= len(rows.parts) - len(samples)
+            self.batch.first_row, self.batch.parts = rows.first, rows.parts.fields
+            if not rows.check:
+                self.batch.parts.limits = None
 
     @property
     def failed(self) -> int:
         """Number of samples whose status is not OK, once the job is finished."""
         return self.batch.failed
-
-    def _address(self, numbers: np.ndarray | list[int] | None, dtype: type) -> int | None:
-        """Return the address of a C-contiguous array of `numbers` and keep the array alive."""
-        if numbers is None:
-            return None
-        array = np.ascontiguousarray(numbers, dtype)
-        self._keep.append(array)
-        return locate(array)
-
-    def _set_parts(self, parts: Parts) -> None:
-        N, P = len(self.samples), len(parts.to)
-        assert all(to.flags.c_contiguous and len(to) == N for to in parts.to)
-        assert parts.file.shape == parts.offset.shape == (N, 2 if parts.packed else P)
-        # The library writes to these arrays, which the caller may have dropped by then.
-        self._keep.append(parts.to)
-        self.batch.parts = P
-        self.batch.part_file = self._address(parts.file, np.int32)
-        self.batch.part_offset = self._address(parts.offset, np.int64)
-        # In one array: making one takes a microsecond.
-        numbers = [*(to.nbytes // N for to in parts.to), *map(locate, parts.to)] if N else [0]
-        self.batch.part_bytes = self._address(np.array(numbers, np.int64), np.int64)
-        self.batch.part_to = self.batch.part_bytes + 8 * P
-        self.batch.part_crc = self._address(parts.crc, np.uint32)
-        if parts.packed is None and parts.limits is None:
-            return
-        cells, top_k = parts.to[2][0].size, parts.to[0].shape[-1]
-        assert [part.dtype for part in parts.to] == ["<f2", "<u2", "<f2", "<f4"]
-        assert [part[0].size for part in parts.to] == [cells * top_k, cells * top_k, cells, 4]
-        if parts.packed is not None:
-            palette, levels = parts.packed
-            assert palette.shape == (N,)
-            assert palette.min(initial=1) > 0
-            assert palette.max(initial=1) <= 65536
-            assert levels is None or levels.shape == (256,)
-            addresses = self._address(palette, np.int32), self._address(levels, np.float32)
-            packed = _Packed(cells, top_k, *addresses)
-            # `addressof` keeps nothing alive.
-            self._keep.append(packed)
-            self.batch.packed = addressof(packed)
-        if parts.limits is not None:
-            classes, palette = parts.limits
-            # `Limits` in native.h; a class has 16 bits.
-            limits = [cells, top_k, min(classes, 65536), palette]
-            self.batch.limits = self._address(limits, np.int32)
 
     def decode(self) -> None:
         """Decode on the calling thread."""
@@ -419,9 +448,9 @@ def read_maps(parts: Parts) -> np.ndarray:
 
     Return each sample's status, int32 `[N]`.
     """
-    samples = np.zeros(len(parts.file), SAMPLE)
+    samples = np.zeros(len(parts), SAMPLE)
     # The pixels are never written.
-    job = Job(samples, np.empty((len(samples), 1, 1, 3), np.uint8), parts)
+    job = Job(samples, np.empty((len(samples), 1, 1, 3), np.uint8), PartRows(parts))
     library().densefeed_maps(byref(job.batch))
     return samples["status"]
 

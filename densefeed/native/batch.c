@@ -183,7 +183,7 @@ API void densefeed_maps(Batch *batch) {
     for (int n = 0; n < batch->count; n++) {
         Sample *sample = &batch->samples[n];
         sample->message[0] = 0;
-        sample->status = sample_map(batch, n, sample, &scratch, 0);
+        sample->status = sample_map(&batch->parts, batch->first_row + n, sample, &scratch, 0);
     }
     free_scratch(&scratch);
 }

@@ -119,7 +119,7 @@ typedef struct {
     const float *levels; /* [256], of a compact store; NULL: lossless */
 } Packed;
 
-/* The values that score maps may have. `part_to` then holds 4 arrays of each sample: logits, classes,
+/* The values that score maps may have. `to` of Parts then holds 4 arrays: logits, classes,
  * logsumexps and Windows. */
 typedef struct {
     int32_t cells, top_k; /* cells per map; classes per cell */
@@ -138,22 +138,28 @@ typedef struct {
     uint64_t sound;
 } Cut;
 
+/* Score maps: byte ranges, each read from its file into a numpy array. They have a row for each
+ * sample of one or several batches. */
+typedef struct {
+    int count; /* ranges per sample */
+    const int32_t *file; /* [rows][count] */
+    const int64_t *offset; /* [rows][count] */
+    const int64_t *bytes; /* [count] */
+    uint8_t *const *to; /* [count], each [rows][bytes] */
+    const uint32_t *crc; /* [rows], over all parts in order; NULL: not verified */
+    /* If not NULL, there are 2 parts (a packed row and a Window), and `to` holds 4 arrays: logits,
+     * classes, logsumexps and Windows. */
+    const Packed *packed;
+    const Limits *limits; /* NULL: the values of score maps are not checked */
+} Parts;
+
 typedef struct Batch {
     Sample *samples;
     int count, height, width; /* samples; height and width of the output, pixels */
     uint8_t *pixels; /* [count][height][width][3] */
     Cut *cuts; /* [count]; if not NULL, `pixels` is not used */
-    /* Score maps: `parts` byte ranges per sample, each read from its file into a numpy array. */
-    int parts;
-    const int32_t *part_file; /* [count][parts] */
-    const int64_t *part_offset; /* [count][parts] */
-    const int64_t *part_bytes; /* [parts] */
-    uint8_t *const *part_to; /* [parts], each [count][part_bytes] */
-    const uint32_t *part_crc; /* [count], over all parts in order; NULL: not verified */
-    /* If not NULL, there are 2 parts (a packed row and a Window), and `part_to` holds 4 arrays:
-     * logits, classes, logsumexps and Windows. */
-    const Packed *packed;
-    const Limits *limits; /* NULL: the values of score maps are not checked */
+    int first_row; /* of `parts`: that of the first sample */
+    Parts parts;
     int next, done, cancelled, failed; /* guarded by the pool's lock */
     struct Batch *after;
 } Batch;
@@ -220,7 +226,7 @@ int map_unpack(const Packed *packed, int palette, const uint8_t *row, uint8_t *r
 int map_check(const Limits *limits, int32_t *seen, const uint8_t *logit, const uint8_t *class,
     const uint8_t *lse, const uint8_t *window, char *message);
 
-int sample_map(const Batch *batch, int n, Sample *sample, Scratch *scratch, size_t head);
+int sample_map(const Parts *parts, int n, Sample *sample, Scratch *scratch, size_t head);
 int samples_of_image(const Batch *batch, int first);
 void samples_decode(const Batch *batch, int first, int count, Scratch *scratch);
 int planes_decode(Sample *sample, Scratch *scratch, Box box, Picture *picture);

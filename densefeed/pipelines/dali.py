@@ -324,7 +324,7 @@ class _Work(Decoding):
     On a GPU `image` is None until the engine allocates it.
     """
 
-    parts: native.Parts | None
+    maps: native.PartRows | None
     cuts: np.ndarray
     ids: np.ndarray
     size: Shape
@@ -503,8 +503,8 @@ class _Engine:
         # The check covers all of a JPEG, so the damage may lie outside the crop: our own decoder
         # decides whether the crop can be used, as in the other loaders, and checks the map too.
         for row in np.flatnonzero(~good):
-            here = slice(row, row + 1)
-            self._decode(work, row[None], work.parts and work.parts.of(here))
+            maps = work.maps and work.maps._replace(first=work.maps.first + int(row))
+            self._decode(work, row[None], maps)
 
     def _wait_native(self, job: native.Job) -> None:
         """Wait until the native threads finish a job, and collect DALI's runs meanwhile.
@@ -613,14 +613,14 @@ class _Engine:
         if has_gaps:
             self._copy(work, rows, pixels)
 
-    def _decode(self, work: _Work, rows: np.ndarray, parts: native.Parts | None = None) -> None:
-        """Decode these rows with the native decoder, and copy their maps if `parts` is given.
+    def _decode(self, work: _Work, rows: np.ndarray, maps: native.PartRows | None = None) -> None:
+        """Decode these rows with the native decoder, and copy their `maps` if these are given.
 
         Store the outcome in the work's samples.
         """
         some = work.job.samples[rows]
         pixels = np.empty((len(rows), *work.size, 3), np.uint8)
-        job = native.Job(some, pixels, parts, keep=work.job)
+        job = native.Job(some, pixels, maps, keep=work.job)
         self.pool.submit(job)
         self._wait_native(job)
         work.job.samples[rows] = some
@@ -721,7 +721,7 @@ class DaliLoader(ThreadedLoader):
         ids: np.ndarray,
         samples: np.ndarray,
         shape: Shape,
-        parts: native.Parts | None,
+        maps: native.PartRows | None,
         keep: object,
     ) -> _Work:
         # DALI gets no raw images and no planes, so they need no room.
@@ -730,11 +730,11 @@ class DaliLoader(ThreadedLoader):
         cuts = np.zeros(len(ids), native.CUT)
         cuts["bytes"] = room.ctypes.data + np.cumsum(lengths) - lengths
         cuts["sound"] = self._engine.sound[ids]
-        job = native.Job(samples, cuts, parts, [keep, room])
+        job = native.Job(samples, cuts, maps, [keep, room])
         image = None
         if self._device.type == "cpu":
             image = self._memory.empty((len(ids), *shape, 3), torch.uint8)
-        work = _Work(job, image, parts, cuts, ids, shape)
+        work = _Work(job, image, maps, cuts, ids, shape)
         self._pool.submit(job)
         self._engine.works.put(work)
         return work

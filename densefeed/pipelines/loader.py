@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from typing import ClassVar, Literal, NamedTuple, Protocol
 
@@ -37,6 +37,9 @@ AHEAD = 3
 # Samples whose random numbers are drawn at once. Decoding and steps displace numpy's code from the
 # caches, and loading it again takes longer than the computation.
 DRAWN = 2048
+# Samples whose score maps lie in one block of memory, which takes Python 0.3 ms. Blocks of more
+# samples would not stay in the caches.
+BLOCK = 512
 # What batches carry beside images: nothing, classes of pixels, or codes of objects.
 Masks = bool | Literal["instances"]
 # In place of an image that cannot be read: the decoder refuses an empty JPEG.
@@ -275,12 +278,29 @@ class Decoding:
     image: Tensor | None  # uint8 [N, H, W, 3], valid after the wait
 
 
+class _Maps(NamedTuple):
+    """Where the score maps of a batch are read to: rows of memory that other batches share."""
+
+    rows: native.PartRows
+    fields: ScoreMaps  # the batch's rows of that memory
+
+
+class _Planned(NamedTuple):
+    """A batch whose images are being fetched."""
+
+    encoded: Encoded
+    maps: _Maps | None
+    rows: RankRows
+    u: np.ndarray  # random numbers of its crops
+
+
 class _Begun(NamedTuple):
     """A batch in flight."""
 
     decoding: Decoding
     batch: Batch  # without its image
     encoded: Encoded
+    check: bool  # whether the values of its score maps are checked
     masks: Sequence[Future] = ()  # of whole images, if batches carry masks
 
 
@@ -378,8 +398,8 @@ class ThreadedLoader:
             self._pool.check()
             raise
         finally:
-            for encoded, *_ in fetched:
-                encoded.cancel()
+            for planned in fetched:
+                planned.encoded.cancel()
             for begun in decoding:
                 self._cancel(begun.decoding)
                 for task in begun.masks:
@@ -390,7 +410,7 @@ class ThreadedLoader:
         ids: np.ndarray,
         samples: np.ndarray,
         shape: Shape,
-        parts: native.Parts | None,
+        maps: native.PartRows | None,
         keep: object,
     ) -> Decoding:
         """Start to decode crops of `samples`, whose ids are `ids`, and to copy their maps.
@@ -399,7 +419,7 @@ class ThreadedLoader:
         Does not wait.
         """
         image = self._memory.empty((len(samples), *shape, 3), torch.uint8)
-        job = native.Job(samples, image.numpy(), parts, keep)
+        job = native.Job(samples, image.numpy(), maps, keep)
         self._pool.submit(job)
         return Decoding(job, image)
 
@@ -415,18 +435,15 @@ class ThreadedLoader:
         """Drop a batch that will not be waited for."""
         self._pool.cancel(decoding.job)
 
-    def _fetch(
-        self, epoch: int, start: int, prepare: Preparation | None
-    ) -> Iterator[tuple[Encoded, native.Parts | None, RankRows, np.ndarray]]:
+    def _fetch(self, epoch: int, start: int, prepare: Preparation | None) -> Iterator[_Planned]:
         """Start to fetch the batches from `start` on, and draw the numbers of their crops."""
-        source, plan, size, parts = self.source, self.plan, self._size, None
+        source, plan, size = self.source, self.plan, self._size
         shard, many = plan.rank_rows(epoch), max(1, DRAWN // size)
         batches = len(shard.index)
         for first in range(start, batches, many):
             drawn = RankRows(*(part[first : first + many].ravel() for part in shard))
             u = plan.crop_draws(epoch, drawn.index, drawn.repeat)
-            if self.score_maps and self._maps:
-                parts = source.map_parts(drawn.index)
+            maps = self._locate_maps(drawn.index)
             for step in range(first, min(first + many, batches)):
                 here = slice((step - first) * size, (step - first + 1) * size)
                 rows = RankRows(*(part[here] for part in drawn))
@@ -437,36 +454,51 @@ class ThreadedLoader:
                     # A forked child would wait for threads that it does not have.
                     self._pool.check()
                     encoded = prepare.begin(source, self._preparing, epoch, rows)
-                yield encoded, parts and parts.of(here), rows, u[:, here]
+                yield _Planned(encoded, next(maps), rows, u[:, here])
+
+    def _locate_maps(self, ids: np.ndarray) -> Iterator[_Maps | None]:
+        """Locate the score maps of the samples `ids`, and give memory to each of their batches."""
+        if not self.score_maps or not self._maps:
+            yield from repeat(None)
+        whole, size = self.source.map_parts(ids), self._size
+        block = max(1, BLOCK // size) * size
+        for start in range(0, len(ids), block):
+            here = slice(start, start + block)
+            fields = allocate_maps(len(ids[here]), self.score_maps, self._memory.empty)
+            to = [field.numpy() for field in fields]
+            parts = replace(whole.of(here), to=to, limits=self.score_maps.limits)
+            # A map that matches its checksum again holds the same values: 2 % of the loader's time.
+            check = parts.crc is None or not self._checked[ids[here]].all()
+            rows = zip(*(field.split(size) for field in fields), strict=True)
+            for number, own in enumerate(rows):
+                yield _Maps(native.PartRows(parts, number * size, check), ScoreMaps(*own))
 
     def _plan(
-        self, epoch: int, start: int, prepare: Preparation | None, fetched: deque
-    ) -> Iterator[tuple[Batch, Encoded, native.Parts | None]]:
+        self, epoch: int, start: int, prepare: Preparation | None, fetched: deque[_Planned]
+    ) -> Iterator[tuple[Batch, Encoded, _Maps | None]]:
         """Plan the crops of batches from `start` on; yield the arguments of `_submit`.
 
         `fetched` holds what is being fetched. There is one more than is needed: the files of a
         folder are read while earlier ones are decoded.
         """
         step, runs = start, self.plan.runs(epoch, start)
-        for group in chain(self._fetch(epoch, start, prepare), [None]):
-            if group:
-                fetched.append(group)
-            if not fetched or (group and len(fetched) == 1):
+        for planned in chain(self._fetch(epoch, start, prepare), [None]):
+            if planned:
+                fetched.append(planned)
+            if not fetched or (planned and len(fetched) == 1):
                 continue
-            encoded, parts, rows, u = fetched[0]
-            batch = self._crop(epoch, step, encoded.wait(), rows, u)
+            batch = self._crop(epoch, step, fetched[0])
             for run in next(runs):
                 self.source.read_ahead(*run)
-            yield batch, encoded, parts
+            yield batch, fetched[0].encoded, fetched[0].maps
             step += 1
             # Removed only afterwards, as in `batches`.
             fetched.popleft()
 
-    def _crop(
-        self, epoch: int, step: int, encoded: Encoded, rows: RankRows, u: np.ndarray
-    ) -> Batch:
-        """Plan the crops of batch `step` with the numbers `u`: a batch without images and maps."""
-        samples = encoded.samples
+    def _crop(self, epoch: int, step: int, planned: _Planned) -> Batch:
+        """Plan the crops of batch `step`: a batch whose images and maps are not read yet."""
+        encoded, maps, rows, u = planned
+        samples = encoded.wait().samples
         extents = samples["height"], samples["width"]
         shape = self.plan.shape(epoch, step)
         box, flip = self.plan.crops(epoch, rows.index, *extents, rows.repeat, u, shape)
@@ -477,27 +509,20 @@ class ThreadedLoader:
         samples["filter"] = np.where(cubic, native.BICUBIC, native.BILINEAR)
         label = torch.from_numpy(self.source.labels[rows.index])
         crops, image = (box, flip, *extents), torch.empty(len(label), 0)
-        return crop_batch(image, label, crops, rows, [None] * 4)._replace(epoch=epoch, step=step)
+        fields = maps.fields if maps else [None] * 4
+        return crop_batch(image, label, crops, rows, fields)._replace(epoch=epoch, step=step)
 
-    def _submit(self, batch: Batch, encoded: Encoded, parts: native.Parts | None) -> _Begun:
+    def _submit(self, batch: Batch, encoded: Encoded, maps: _Maps | None) -> _Begun:
         """Submit a batch for decoding."""
-        ids = batch.index.numpy()
-        if parts:
-            maps = allocate_maps(len(ids), self.score_maps, self._memory.empty)
-            # A map that matches its checksum again holds the same values: 2 % of the loader's time.
-            checked = parts.crc is not None and self._checked[ids].all()
-            limits = None if checked else self.score_maps.limits
-            to = [field.numpy() for field in maps]
-            parts = parts._replace(to=to, limits=limits)
-            batch = batch.add_maps(maps)
+        ids, rows = batch.index.numpy(), maps and maps.rows
         shape = self.plan.shape(batch.epoch, batch.step)
-        decoding = self._begin(ids, encoded.samples, shape, parts, encoded.keep)
+        decoding = self._begin(ids, encoded.samples, shape, rows, encoded.keep)
         masks = []
         if self.with_masks:
             extents = (encoded.samples[name].tolist() for name in ("height", "width"))
             read, columns = self._preparing.submit, zip(ids.tolist(), *extents, strict=True)
             masks = [read(self.source.mask, *each) for each in columns]
-        return _Begun(decoding, batch, encoded, masks)
+        return _Begun(decoding, batch, encoded, rows is not None and rows.check, masks)
 
     def _finish(self, begun: _Begun) -> Batch:
         """Handle the bad samples of a decoded batch, and make tensors of it."""
@@ -506,7 +531,8 @@ class ThreadedLoader:
             status = begun.decoding.job.samples["status"]
             good = good[status == native.OK]
             bad = [row for row in np.flatnonzero(status).tolist() if not self._mend(begun, row)]
-        self._checked[good] = begun.batch.map_logit is not None
+        if begun.check:
+            self._checked[good] = True
         batch = begun.batch._replace(image=begun.decoding.image)
         if begun.encoded.follow:
             batch = begun.encoded.follow(batch)

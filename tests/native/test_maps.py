@@ -75,7 +75,8 @@ def decode(
         parts = native.Parts(
             np.full((N, 2), file), offset, to, crc, native.Packed(PALETTES[chosen], levels), limits
         )
-        native.Job(samples, np.zeros((N, 4, 4, 3), np.uint8), parts, keep=pixels).decode()
+        rows = native.PartRows(parts)
+        native.Job(samples, np.zeros((N, 4, 4, 3), np.uint8), rows, keep=pixels).decode()
     finally:
         os.close(file)
     return samples, to, window

@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 import time
 import zlib
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def make_job(
     samples["box_tlhw"], samples["flip"], samples["kind"] = boxes, flips, kind
     shape = (size, size) if isinstance(size, int) else size
     pixels = np.full((len(files), *shape, 3), 99, np.uint8)
-    return native.Job(samples, pixels, parts, keep=memory)
+    return native.Job(samples, pixels, parts and native.PartRows(parts), keep=memory)
 
 
 def crop(file: bytes, box, size: int | tuple[int, int], flip=0, **options) -> np.ndarray:
@@ -546,16 +547,18 @@ def test_parts_are_read_from_any_offsets(maps):
         assert [to[n].tobytes() for to in parts.to] == row
 
 
+@pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("rows", [slice(0, 5), slice(1, 4), slice(4, 5)], ids=str)
-def test_parts_of_some_samples(maps, rows):
+def test_parts_of_some_samples(maps, rows, shared):
     """Neither more is read, nor more written; the job keeps what it reads alive."""
     whole, parts, want, _ = maps
-    copied = parts._replace(
-        file=parts.file.copy(), offset=parts.offset.copy(), crc=parts.crc.copy()
+    copied = replace(
+        parts, file=parts.file.copy(), offset=parts.offset.copy(), crc=parts.crc.copy()
     )
+    read = native.PartRows(copied, rows.start) if shared else native.PartRows(copied.of(rows))
     pixels = np.zeros_like(whole.pixels)
-    job = native.Job(whole.samples[rows], pixels[rows], copied.of(rows), keep=whole)
-    del copied
+    job = native.Job(whole.samples[rows], pixels[rows], read, keep=whole)
+    del copied, read
     gc.collect()
     # Memory of the same sizes, which an allocator would give the next time.
     _others = [np.full_like(part, 77) for part in (parts.file, parts.offset, parts.crc)]
@@ -633,7 +636,7 @@ def test_crops_of_one_image_get_its_parts(maps):
     for row, place in ((1, 0), (2, 4), (4, 3)):
         parts.offset[row], parts.crc[row] = parts.offset[place], parts.crc[place]
     parts.crc[4] ^= 1
-    job = native.Job(job.samples, job.pixels, parts, keep=job)
+    job = native.Job(job.samples, job.pixels, native.PartRows(parts), keep=job)
     job.decode()
     assert job.samples["status"].tolist() == [native.OK] * 4 + [native.DAMAGED]
     for row, place in enumerate((0, 0, 4, 3)):

@@ -51,9 +51,12 @@ def test_values_of_maps_are_checked_once_or_always_without_checksums(beton, monk
         source._beton.crcs = None
     reader = loader(source)
     wait = reader._wait
-    monkeypatch.setattr(
-        reader, "_wait", lambda begun: (checked.append(bool(begun.job.batch.limits)), wait(begun))
-    )
+
+    def record(decoding):
+        checked.append(bool(decoding.job.batch.parts.limits))
+        wait(decoding)
+
+    monkeypatch.setattr(reader, "_wait", record)
     for epoch in (0, 1):
         assert len(list(reader.batches(epoch))) == 3
     reader.close()
@@ -72,6 +75,18 @@ def test_crops_are_those_of_the_plan_however_many_are_drawn_at_once(beton, monke
         sides = samples["height"], samples["width"]
         crops = loader(source).plan.crops(0, ids, *sides, repeats)
         np.testing.assert_array_equal(batch.view.numpy(), crop_views(*crops, *sides))
+
+
+@pytest.mark.parametrize("block", [1, 8, 1000])
+def test_each_batch_has_the_maps_of_its_samples(beton, monkeypatch, block):
+    """In batches of 4, of which none or several share a block of memory; all are held."""
+    monkeypatch.setattr(loader_module, "BLOCK", block)
+    source = FfcvSource(beton)
+    # Closes the source that it reads.
+    for batch in epoch_of(FfcvSource(beton)):
+        fields = batch.map_logit, batch.map_class, batch.map_lse, batch.window
+        for field, want in zip(fields, source.maps(batch.index.numpy()), strict=True):
+            np.testing.assert_array_equal(field.numpy(), want)
 
 
 @pytest.mark.parametrize("way", ["bilinear", "bicubic", "random"])

@@ -18,7 +18,7 @@ from densefeed.pipelines.targets import SparseTargets
 
 # A stripe of rows of pixels has logits of this many bytes in float32: on a CPU they stay in the
 # cache, on a GPU each operation should be longer than its launch.
-STRIPE_BYTES = {"cpu": 2 << 20, "cuda": 128 << 20}
+STRIPE_BYTES = {"cpu": 4 << 20, "cuda": 128 << 20}
 LOG2_E = math.log2(math.e)
 
 
@@ -26,16 +26,19 @@ class MaskLoss(torch.autograd.Function):
     """Mean cross entropy of pixels, whose gradient is computed in the forward pass.
 
     Probabilities exist for a stripe of rows of pixels at a time; only the gradient of the logits
-    stays, in their dtype. The one backward pass scales it in place. It is stored without the mean's
-    factor 1/(N h w), which would push that of float16 below its range.
+    stays, in their dtype. It is that of the mean over all pixels, or for float16, below whose range
+    1/(N h w) would push it, that of the sum. The one backward pass scales it in place.
     """
 
     @staticmethod
     def forward(ctx, logits_NKhw, masks, wanted):
+        N, _, h, w = logits_NKhw.shape
+        count = 1 if logits_NKhw.dtype == torch.float16 else N * h * w
         with torch.autocast(logits_NKhw.device.type, enabled=False):
-            loss, weight, ctx.grad = sum_stripes(logits_NKhw, masks, wanted)
-        ctx.weight = weight.clamp(min=1e-6)
-        return loss / ctx.weight
+            loss, weight, ctx.grad = sum_stripes(logits_NKhw, masks, wanted, count)
+        weight = weight.clamp(min=1e-6)
+        ctx.scale = count / weight
+        return loss / weight
 
     @staticmethod
     @once_differentiable
@@ -46,44 +49,77 @@ class MaskLoss(torch.autograd.Function):
                 "sparse_loss of masks has one backward pass, because its gradient is scaled in "
                 "place; call sparse_loss again for a second"
             )
-        return made.mul_(grad / ctx.weight), None, None
+        scale = grad * ctx.scale
+        # As in loss.backward() where all pixels are labeled. On a GPU this would wait.
+        if scale.device.type == "cpu" and scale == 1:
+            return made, None, None
+        return made.mul_(scale), None, None
 
 
 def sum_stripes(
-    logits_NKhw: Tensor, masks: SoftMasks, wanted: bool
+    logits_NKhw: Tensor, masks: SoftMasks, wanted: bool, count: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the sums of losses and of weights of all pixels, `[]`, and the first's gradient.
 
-    The gradient is None unless `wanted`. Sums are in float32, or float64 for float64 logits.
+    The gradient is divided by `count`, and None unless `wanted`. Sums are in float32, or float64
+    for float64 logits.
     """
     K, h, w = logits_NKhw.shape[1:]
     dtype = kernels.accumulation_dtype(logits_NKhw)
     most = STRIPE_BYTES.get(logits_NKhw.device.type, STRIPE_BYTES["cuda"])
-    count = min(h, max(1, most // (K * w * dtype.itemsize)))
-    buffer = logits_NKhw.new_empty(K * count * w, dtype=dtype)
+    height = min(h, max(1, most // (K * w * dtype.itemsize)))
+    buffer = logits_NKhw.new_empty(K * height * w, dtype=dtype)
     loss, weight = logits_NKhw.new_zeros(2, dtype=torch.float64).unbind()
     grad_NKhw = logits_NKhw.new_empty(logits_NKhw.shape) if wanted else None
-    for image, rows, soft, hard in masks.stripes(count):
+    shift = logits_NKhw.is_cuda
+    for image, rows, soft, hard in masks.stripes(height):
         block = logits_NKhw[image, :, rows]
-        below_KT = buffer[: block.numel()].view(K, -1)
-        # Distances from the maximum, in powers of 2: on processors of AMD PyTorch's exp2 takes a
-        # quarter of the time of its exp.
-        peak = block.amax(0).to(dtype) * -LOG2_E
-        torch.add(peak, block, alpha=LOG2_E, out=below_KT.view(block.shape))
+        powers_KT = buffer[: block.numel()].view(K, -1)
         targets = weigh_targets(soft, hard, masks.share, dtype)
-        # All terms have one sign: as targets sum to `total`, distances from the maximum are enough.
-        loss -= targets.dot(below_KT) / LOG2_E
-        partition = below_KT.exp2_().sum(0)
-        loss += (targets.total * partition.log()).sum()
+        product, partition = raise_logits(block, targets, shift, powers_KT)
+        # Seldom, and then for the rest too.
+        if not shift and not is_exact(partition):
+            shift = True
+            product, partition = raise_logits(block, targets, shift, powers_KT)
+        loss += (targets.total * partition.log()).sum() - product
         weight += targets.weight.sum()
         if wanted:
-            grad_KT = grad_NKhw[image, :, rows].view(below_KT.shape)
+            grad_KT = grad_NKhw[image, :, rows].view(powers_KT.shape)
             # A gradient of 16 bits is rounded once.
-            made = grad_KT if grad_KT.dtype == dtype else below_KT
-            targets.subtract_from(below_KT, targets.total / partition, made)
-            if made is below_KT:
+            made = grad_KT if grad_KT.dtype == dtype else powers_KT
+            targets.subtract_from(powers_KT, targets.total / partition, count, made)
+            if made is powers_KT:
                 grad_KT.copy_(made)
     return loss.to(dtype), weight.to(dtype), grad_NKhw
+
+
+def raise_logits(
+    block_KRw: Tensor, targets: "PixelTargets", shift: bool, out_KT: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Write e to the power of the logits to `out`.
+
+    Return the sum of targets times logits, `[]`, and the sum of the powers, `[T]`. With `shift` the
+    maximum of each pixel is subtracted first, so that no power overflows.
+    """
+    out = out_KT.view(block_KRw.shape)
+    # Powers of 2: on processors of AMD PyTorch's exp2 takes a quarter of the time of its exp.
+    if shift:
+        peak = block_KRw.amax(0).to(out.dtype) * -LOG2_E
+        torch.add(peak, block_KRw, alpha=LOG2_E, out=out)
+    else:
+        # A number would not make the product of 16-bit logits one of 32 bits.
+        torch.mul(block_KRw, out.new_full((1,), LOG2_E), out=out)
+    product = targets.dot(out_KT) / LOG2_E
+    return product, out_KT.exp2_().sum(0)
+
+
+def is_exact(partition_T: Tensor) -> bool:
+    """Return whether the maxima could stay, which take a fifth of the time to find.
+
+    Then no power of 2 overflows, and logarithms of at most 40 cost the loss no more than two bits.
+    """
+    low, high = (end.item() for end in partition_T.aminmax())
+    return low > 2.0**-40 and high < 2.0**40
 
 
 class PixelTargets(NamedTuple):
@@ -109,12 +145,15 @@ class PixelTargets(NamedTuple):
             sums += sum_products(self.on_hard, values_KT.gather(0, self.hard))
         return sums
 
-    def subtract_from(self, values_KT: Tensor, scale: Tensor, out: Tensor) -> None:
-        """Write values, times the `scale` of each pixel, minus the targets to `out`, `[K, T]`."""
-        torch.addcmul(-self.base, values_KT, scale, out=out)
-        out.index_add_(0, self.palette, self.extra, alpha=-1)
+    def subtract_from(self, values_KT: Tensor, scale: Tensor, count: int, out: Tensor) -> None:
+        """Write values, times the `scale` of each pixel, minus the targets to `out`, `[K, T]`.
+
+        The result is divided by `count`.
+        """
+        torch.addcmul(self.base / -count, values_KT, scale / count, out=out)
+        out.index_add_(0, self.palette, self.extra, alpha=-1 / count)
         if self.hard is not None:
-            out.scatter_add_(0, self.hard, -self.on_hard)
+            out.scatter_add_(0, self.hard, self.on_hard / -count)
 
 
 def sum_products(targets: Tensor, values: Tensor) -> Tensor:

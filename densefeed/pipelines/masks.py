@@ -32,7 +32,7 @@ from densefeed.system.errors import UserError
 
 # Sample points whose targets are made at once. Of fewer that takes as long as the loss, and more
 # show more classes.
-POINTS = 2**15
+POINTS = 2**16
 
 
 class Stripe(NamedTuple):

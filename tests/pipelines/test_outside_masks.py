@@ -98,6 +98,23 @@ def test_outside_logits_of_16_bits_are_summed_in_float32(labels, name):
     torch.testing.assert_close(logits.grad.double(), 1000 * grad, rtol=2 * spacing, atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("offset", [-500, -40, 20, 500, "mixed"])
+def test_outside_logits_of_any_size_are_exact(labels, stripes, dtype, offset):
+    """Beyond 28 their powers are not computed without subtracting the maximum."""
+    logits = random_logits()
+    generator = torch.Generator().manual_seed(3)
+    mixed = torch.randint(-1, 2, (N, 1, *SIZE), generator=generator) * 300.0
+    logits = (logits.detach() + (mixed if offset == "mixed" else offset)).to(dtype)
+    logits.requires_grad_()
+    loss = sparse_loss(logits, labels.soft_masks(range(N), VIEWS["crops"], SIZE))
+    loss.backward()
+    want, grad = written_out(logits, *dense_targets(labels, VIEWS["crops"], TargetRules()))
+    torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=0)
+    spacing = torch.finfo(dtype).eps
+    torch.testing.assert_close(logits.grad.double(), grad, rtol=max(1e-5, 2 * spacing), atol=1e-7)
+
+
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_outside_hard_and_soft_targets_are_mixed_pixel_by_pixel(labels, share, stripes):
     """Soft targets, hard classes, both and none of them known, in a loop over pixels."""

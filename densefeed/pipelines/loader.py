@@ -343,7 +343,9 @@ class ThreadedLoader:
         self.source, self.plan, self.on_bad_sample, self._maps = source, plan, on_bad_sample, maps
         self.class_names, self.num_classes = source.class_names, len(source.class_names)
         self.score_maps, self.fingerprint = source.score_maps, source.fingerprint
-        self.skipped, self._device, self._size = 0, device, plan.batch // plan.ranks
+        self.skipped, self._device = 0, device
+        # A plan may have integers of numpy, which Tensor.split refuses.
+        self._size = int(plan.batch // plan.ranks)
         self.with_masks: Masks = False
         # Samples whose score maps were read and hold no impossible values.
         self._checked = np.zeros(len(source.labels), bool)

@@ -28,6 +28,11 @@ class ScoreMapSpec(NamedTuple):
     min_window_side: float  # smallest side of a Window: how far a crop may exceed the map
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the map fields of a sample in a batch."""
+        return self.side**2 * (4 * self.top_k + 2) + 16
+
+    @property
     def limits(self) -> Limits:
         """The values that a map may hold: others would be indices out of bounds in the step."""
         return Limits(self.num_classes, self.max_palette)
@@ -36,8 +41,8 @@ class ScoreMapSpec(NamedTuple):
 class Batch(NamedTuple):
     """N samples on one device. The map fields are None where the dataset has no score maps.
 
-    Small fields of a loader's batches are rows of larger tensors: change them in place, but do not
-    resize them.
+    Fields of a loader's batches may be views of larger tensors, score maps of up to 4 MB: change
+    them in place, do not resize them, and clone what you keep or save.
     """
 
     # uint8 [N, H, W, 3], cropped, resized and flipped; augmented [N, 3, H, W], float32 or the dtype

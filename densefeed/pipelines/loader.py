@@ -37,9 +37,9 @@ AHEAD = 3
 # Samples whose random numbers are drawn at once. Decoding and steps displace numpy's code from the
 # caches, and loading it again takes longer than the computation.
 DRAWN = 2048
-# Samples whose score maps lie in one block of memory, which takes Python 0.3 ms. Blocks of more
-# samples would not stay in the caches.
-BLOCK = 512
+# Bytes of score maps of several small batches in one block of memory, which takes Python 0.3 ms.
+# Larger blocks would not stay in the caches.
+BLOCK = 4 << 20
 # What batches carry beside images: nothing, classes of pixels, or codes of objects.
 Masks = bool | Literal["instances"]
 # In place of an image that cannot be read: the decoder refuses an empty JPEG.
@@ -450,30 +450,36 @@ class ThreadedLoader:
                 here = slice((step - first) * size, (step - first + 1) * size)
                 rows = RankRows(*(part[here] for part in drawn))
                 source.follow(plan, epoch, step, shard.index)
+                # First: of an error there, no image would be cancelled.
+                own = next(maps)
                 if prepare is None:
                     encoded = source.begin(rows.index)
                 else:
                     # A forked child would wait for threads that it does not have.
                     self._pool.check()
                     encoded = prepare.begin(source, self._preparing, epoch, rows)
-                yield _Planned(encoded, next(maps), rows, u[:, here])
+                yield _Planned(encoded, own, rows, u[:, here])
 
     def _locate_maps(self, ids: np.ndarray) -> Iterator[_Maps | None]:
         """Locate the score maps of the samples `ids`, and give memory to each of their batches."""
         if not self.score_maps or not self._maps:
             yield from repeat(None)
         whole, size = self.source.map_parts(ids), self._size
-        block = max(1, BLOCK // size) * size
+        block = max(1, BLOCK // (self.score_maps.nbytes * size)) * size
         for start in range(0, len(ids), block):
             here = slice(start, start + block)
-            fields = allocate_maps(len(ids[here]), self.score_maps, self._memory.empty)
-            to = [field.numpy() for field in fields]
-            parts = replace(whole.of(here), to=to, limits=self.score_maps.limits)
             # A map that matches its checksum again holds the same values: 2 % of the loader's time.
-            check = parts.crc is None or not self._checked[ids[here]].all()
-            rows = zip(*(field.split(size) for field in fields), strict=True)
-            for number, own in enumerate(rows):
-                yield _Maps(native.PartRows(parts, number * size, check), ScoreMaps(*own))
+            check = whole.crc is None or not self._checked[ids[here]].all()
+            yield from self._share_block(whole.of(here), check)
+
+    def _share_block(self, parts: native.Parts, check: bool) -> Iterator[_Maps]:
+        """Allocate the memory of some batches, and yield the rows of each."""
+        fields = allocate_maps(len(parts), self.score_maps, self._memory.empty)
+        to = [field.numpy() for field in fields]
+        parts = replace(parts, to=to, limits=self.score_maps.limits)
+        rows = zip(*(field.split(self._size) for field in fields), strict=True)
+        for number, own in enumerate(rows):
+            yield _Maps(native.PartRows(parts, number * self._size, check), ScoreMaps(*own))
 
     def _plan(
         self, epoch: int, start: int, prepare: Preparation | None, fetched: deque[_Planned]

@@ -568,13 +568,15 @@ static void try_checksums(Input in) {
     Batch batch = {
         .samples = &sample,
         .count = 1,
-        .parts = parts,
-        .part_file = files,
-        .part_offset = offset,
-        .part_bytes = bytes,
-        .part_to = to,
-        .part_crc = &crc,
-        .packed = is_packed ? &packed : NULL,
+        .parts = {
+            .count = parts,
+            .file = files,
+            .offset = offset,
+            .bytes = bytes,
+            .to = to,
+            .crc = &crc,
+            .packed = is_packed ? &packed : NULL,
+        },
     };
     densefeed_maps(&batch);
     CHECK(!sample.message[0] == (sample.status == OK));
@@ -640,18 +642,22 @@ static void try_pool(const Input *inputs, int count) {
         int is_packed = draw(2);
         if (is_packed)
             for (int p = 0; p < 4; p++) part_to[b][p] = p < 3 ? rows[b][p] : windows[b][0];
+        int here = (int)draw(ROWS + 1);
         batches[b] = (Batch){
             .samples = samples[b],
-            .count = (int)draw(ROWS + 1),
+            .count = here,
             .height = 32,
             .width = 32,
             .pixels = pixels[b],
-            .parts = 2,
-            .part_file = part_file[b][0],
-            .part_offset = part_offset[b][0],
-            .part_bytes = part_bytes,
-            .part_to = part_to[b],
-            .packed = is_packed ? &packed[b] : NULL,
+            .first_row = (int)draw(ROWS - here + 1),
+            .parts = {
+                .count = 2,
+                .file = part_file[b][0],
+                .offset = part_offset[b][0],
+                .bytes = part_bytes,
+                .to = part_to[b],
+                .packed = is_packed ? &packed[b] : NULL,
+            },
         };
         densefeed_submit(pool, &batches[b]);
         if (draw(3) == 0) usleep(draw(2000));

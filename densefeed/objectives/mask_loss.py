@@ -71,16 +71,17 @@ def sum_stripes(
     buffer = logits_NKhw.new_empty(K * height * w, dtype=dtype)
     loss, weight = logits_NKhw.new_zeros(2, dtype=torch.float64).unbind()
     grad_NKhw = logits_NKhw.new_empty(logits_NKhw.shape) if wanted else None
-    shift = logits_NKhw.is_cuda
+    # On other devices the host would wait for what `is_exact` compares.
+    shift = logits_NKhw.device.type != "cpu"
     for image, rows, soft, hard in masks.stripes(height):
         block = logits_NKhw[image, :, rows]
         powers_KT = buffer[: block.numel()].view(K, -1)
         targets = weigh_targets(soft, hard, masks.share, dtype)
-        product, partition = raise_logits(block, targets, shift, powers_KT)
-        # Rare, and then so for the other stripes.
+        product, partition = exponentiate(block, targets, shift, powers_KT)
+        # Rare; the other stripes then mostly need it too.
         if not shift and not is_exact(partition):
             shift = True
-            product, partition = raise_logits(block, targets, shift, powers_KT)
+            product, partition = exponentiate(block, targets, shift, powers_KT)
         loss += (targets.total * partition.log()).sum(dtype=loss.dtype) - product
         weight += targets.weight.sum()
         if wanted:
@@ -93,7 +94,7 @@ def sum_stripes(
     return loss.to(dtype), weight.to(dtype), grad_NKhw
 
 
-def raise_logits(
+def exponentiate(
     block_KRw: Tensor, targets: "PixelTargets", shift: bool, out_KT: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Write e to the power of the logits to `out`.

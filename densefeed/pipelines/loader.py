@@ -37,8 +37,8 @@ AHEAD = 3
 # Samples whose random numbers are drawn at once. Decoding and steps displace numpy's code from the
 # caches, and loading it again takes longer than the computation.
 DRAWN = 2048
-# Bytes of score maps of several small batches in one block of memory, which takes Python 0.3 ms.
-# Larger blocks would not stay in the caches.
+# Score maps of small batches are allocated together, in blocks of at most this many bytes: a block
+# takes Python 0.3 ms. Larger ones would not stay in the caches.
 BLOCK = 4 << 20
 # What batches carry beside images: nothing, classes of pixels, or codes of objects.
 Masks = bool | Literal["instances"]
@@ -450,7 +450,7 @@ class ThreadedLoader:
                 here = slice((step - first) * size, (step - first + 1) * size)
                 rows = RankRows(*(part[here] for part in drawn))
                 source.follow(plan, epoch, step, shard.index)
-                # First: of an error there, no image would be cancelled.
+                # Before `begin`: if this raises, no read of images has been started.
                 own = next(maps)
                 if prepare is None:
                     encoded = source.begin(rows.index)

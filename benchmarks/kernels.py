@@ -42,7 +42,13 @@ from benchmarks.harness import (
     take_turns,
     use_cores,
 )
-from densefeed.models.kernels import norm_relu, packed_attention, shared_gelu, space_to_depth
+from densefeed.models.kernels import (
+    four_channels,
+    norm_relu,
+    packed_attention,
+    shared_gelu,
+    space_to_depth,
+)
 from densefeed.models.lvvit import LVViT, PatchProjection, multiply_patches
 from densefeed.system.devices import choose_device, synchronize
 from densefeed.system.errors import UserError
@@ -211,10 +217,11 @@ def list_forms(benchmark: KernelBenchmark, model: LVViT, device: torch.device) -
 
         found |= both("packed attention", attend, [qkv], L, operations, 2.5 * operations)
     if stem[0].kernel_size == space_to_depth.KERNEL:
-        image = random(N, 3, benchmark.size, benchmark.size)
-        image = image.to(memory_format=torch.channels_last)
-        convolve = torch.compile(partial(space_to_depth.convolve, image, bias_O=None))
-        found |= both("convolution 0 over pairs", convolve, [random(stem[0].weight.shape)], 1)
+        for name, form, C in (("pairs", space_to_depth, 3), ("four channels", four_channels, 4)):
+            image = random(N, C, benchmark.size, benchmark.size)
+            image = image.to(memory_format=torch.channels_last)
+            convolve = torch.compile(partial(form.convolve, image, bias_O=None))
+            found |= both(f"convolution 0 over {name}", convolve, [random(stem[0].weight.shape)], 1)
     functions = {"gelu": F.gelu, "shared gelu": shared_gelu.SharedGELU()}
     hidden = random(N, T, block.mlp.fc1.out_features)
     if len(stem) > 1:

@@ -98,14 +98,19 @@ class Step:
     ) -> None:
         self.loader, self.model, self.objective, self.dtype = loader, model, objective, dtype
         self._compute, self._maps_name, self._is_checked = compute, data.maps_name, False
-        first, mix = get_networks(unwrap_model(model))[0], objective.setting.mix
+        networks, mix = get_networks(unwrap_model(model)), objective.setting.mix
+        first = networks[0]
         # Under autocast a convolution would round the images to its dtype anyway. MixUp, and
         # networks that begin with a norm, compute with them before.
         exact = mix.mixup or getattr(first, "exact_images", False)
         image_dtype = (None if exact else dtype) or torch.float32
-        published = objective.setting.labels.geometry == "published"
+        options = {
+            "warps_maps": objective.setting.labels.geometry == "published",
+            # A form of a stem that is under test, see models/kernels/four_channels.py.
+            "channels": min(getattr(network, "image_channels", 3) for network in networks),
+        }
         self.augmentation = Augmentation(
-            loader.plan, augment, *read_colors(first), image_dtype, warps_maps=published
+            loader.plan, augment, *read_colors(first), image_dtype, **options
         ).to(self._device)
         if self.augmentation.whole and not getattr(loader, "prepares", False):
             raise UserError(

@@ -16,6 +16,7 @@ from PIL import Image
 
 import densefeed
 from densefeed import sparse_targets
+from densefeed.models.kernels import four_channels
 from densefeed.objectives import OBJECTIVES
 from densefeed.pipelines.augment.augmentation import Normalize
 from densefeed.storage.images import Images
@@ -123,6 +124,23 @@ def test_autocast_is_that_of_the_step_or_of_the_caller(loader):
     assert own(model, batch).item() == around != plain(model, batch).item()
     bare = densefeed.build_step(loader, model, dtype=torch.bfloat16)
     assert next(bare.batches(0)).image.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("mixing", [dict(mixtoken=True), dict(cutmix=1.0, mixup=0.8)])
+def test_outside_a_network_that_asks_for_four_channels_gets_them(loader, mixing):
+    """Its losses are those with three, and in evaluation it takes three."""
+    losses, logits = [], []
+    for channels in (3, 4):
+        model = make_model(loader, img_size=32).train()
+        if channels == 4:
+            four_channels.use(model)
+        step = densefeed.build_step(loader, model, rand_augment="rand-m9-inc1", **mixing)
+        batches = list(step.batches(0))
+        assert {batch.image.shape[1] for batch in batches} == {channels}
+        losses.append([step(model, batch).item() for batch in batches])
+        logits.append(model.eval()(torch.ones(1, 3, 32, 32)))
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
+    torch.testing.assert_close(*logits)
 
 
 def test_the_generator_of_torch_is_left_as_it_is(loader):

@@ -13,6 +13,7 @@ from torch import nn
 
 from densefeed.models.kernels import (
     add_norm,
+    four_channels,
     norm_relu,
     packed_attention,
     shared_gelu,
@@ -24,6 +25,8 @@ VARIABLE = "DENSEFEED_LEVERS"
 LEVERS: dict[str, Callable[[nn.Module], None]] = {
     "attention": packed_attention.use,
     "space-to-depth": space_to_depth.use,
+    # Of two forms of one layer the last is used.
+    "four-channels": four_channels.use,
     "gelu": shared_gelu.use,
     "add-norm": add_norm.use,
     "norm-relu": norm_relu.use,

@@ -21,11 +21,18 @@ CHANNELS = 8
 def use(model: nn.Module) -> None:
     """Let the first convolution of every stem be computed so, if it is 7 x 7 with a stride of 2."""
     for module in model.modules():
-        if isinstance(module, Stem) and type(module[0]) is nn.Conv2d:
-            conv = module[0]
-            if (conv.kernel_size, conv.stride, conv.padding) == (KERNEL, STRIDE, PADDING):
-                # Kept by the layer that takes its place and computes with a copy of its weight.
-                conv._conv_forward = convolve
+        if conv := find_convolution(module):
+            # Kept by the layer that takes its place and computes with a copy of its weight.
+            conv._conv_forward = convolve
+
+
+def find_convolution(module: nn.Module | None) -> nn.Conv2d | None:
+    """Return the first convolution of a stem, if it is 7 x 7 with a stride of 2; else None."""
+    if not isinstance(module, Stem) or not isinstance(module[0], nn.Conv2d):
+        return None
+    conv = module[0]
+    fits = (conv.kernel_size, conv.stride, conv.padding) == (KERNEL, STRIDE, PADDING)
+    return conv if fits else None
 
 
 def convolve(x_NCHW: Tensor, weight_OC77: Tensor, bias_O: Tensor | None) -> Tensor:

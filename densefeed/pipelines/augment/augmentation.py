@@ -21,10 +21,12 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from densefeed.pipelines.augment import fused
 from densefeed.pipelines.augment.before_crop import WholeImages
@@ -84,6 +86,7 @@ class Augmentation(torch.nn.Module):
             beyond the crop, as in timm.
         dtype: of the augmented images.
         warps_maps: for `whole`, see WholeImages.
+        channels: of the augmented images; a fourth is 0, for models/kernels/four_channels.py.
 
     Attributes:
         whole: what augments whole images before they are cropped, with `augment_before_crop`; None
@@ -98,9 +101,10 @@ class Augmentation(torch.nn.Module):
         std: tuple[float, ...],
         dtype: torch.dtype = torch.float32,
         warps_maps: bool = False,
+        channels: Literal[3, 4] = 3,
     ) -> None:
         super().__init__()
-        self.dtype, self.whole = dtype, None
+        self.dtype, self.channels, self.whole = dtype, channels, None
         self.normalize = Normalize(mean, std)
         # The rounding of timm's transforms_factory.py.
         self.fill = tuple(min(255, round(255 * value)) for value in mean)
@@ -116,7 +120,8 @@ class Augmentation(torch.nn.Module):
     def forward(self, batch: Batch, choice: AugmentPlan) -> Batch:
         """Return the augmented and normalized batch, without a host sync.
 
-        Its `image` is `dtype [N, 3, H, W]` in channels_last memory, its `view` that after the warp.
+        Its `image` is `dtype [N, channels, H, W]` in channels_last memory, its `view` that after
+        the warp.
         `choice` is that of this batch, on the host:
         `choose(batch.epoch, batch.index, batch.repeat, H, W)`. The batch itself is not modified.
         """
@@ -137,7 +142,7 @@ class Augmentation(torch.nn.Module):
         plan = fused.pack(choice, len(batch.image), batch.image.device)
         image = fused.augment_crops(batch.image, plan, choice, self.fill)
         colors = self.normalize.scale, self.normalize.shift, self.noise
-        image = fused.normalize_and_erase(image, plan, *colors, self.dtype)
+        image = fused.normalize_and_erase(image, plan, *colors, self.dtype, self.channels)
         return image, fused.compose_views(batch.view, plan)
 
     def _plain(self, batch: Batch, choice: AugmentPlan) -> tuple[Tensor, Tensor]:
@@ -145,7 +150,11 @@ class Augmentation(torch.nn.Module):
         choice = choice.to(batch.image.device)
         image = self.normalize(self._operate(batch.image, choice))
         self._erase(image, choice)
-        return image.to(self.dtype), compose_views(batch, choice)
+        image = image.to(self.dtype)
+        if self.channels > 3:
+            # The padding keeps channels_last memory.
+            image = pad(image, (0, 0, 0, 0, 0, self.channels - 3))
+        return image, compose_views(batch, choice)
 
     def _operate(self, image: Tensor, choice: AugmentPlan) -> Tensor:
         """Do the operations and the warp, chosen on the images' device, in plain PyTorch."""

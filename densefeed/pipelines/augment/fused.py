@@ -158,16 +158,18 @@ def normalize_and_erase(
     shift: Tensor,
     noise: Tensor,
     dtype: torch.dtype,
+    channels: int = 3,
 ) -> Tensor:
-    """Normalize, and fill the boxes with noise: `dtype [N, 3, H, W]` in channels_last memory.
+    """Normalize, and fill the boxes with noise: `dtype [N, channels, H, W]`, channels_last memory.
 
-    `scale` and `shift` are those of Normalize, `noise` the noise table.
+    `scale` and `shift` are those of Normalize, `noise` the noise table. Channels after the third
+    are 0.
     """
     kernels, (N, H, W, _) = load_kernels(), image_NHWC.shape
-    out_NHWC = torch.empty_like(image_NHWC, dtype=dtype)
+    out_NHWC = image_NHWC.new_empty((N, H, W, channels), dtype=dtype)
     data = image_NHWC, out_NHWC, scale, shift, plan.box, noise, H, W
-    grid = N, -(-3 * H * W // kernels.BLOCK)
-    kernels.launch(kernels.normalize_kernel, grid, *data, BYTES=kernels.BLOCK)
+    grid, sizes = (N, -(-channels * H * W // kernels.BLOCK)), {"NUMBERS": kernels.BLOCK}
+    kernels.launch(kernels.normalize_kernel, grid, *data, **sizes, CHANNELS=channels)
     # NHWC memory, permuted to NCHW, is channels_last: nothing is copied.
     return out_NHWC.permute(0, 3, 1, 2)
 

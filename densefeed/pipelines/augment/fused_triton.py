@@ -252,24 +252,42 @@ def warp_kernel(
 
 
 @triton.jit
-def normalize_kernel(image, out, scale, shift, boxes, noise, height, width, BYTES: tl.constexpr):
-    """Normalize a block of bytes of a sample and fill its box with noise, in NHWC memory."""
-    sample, count = tl.program_id(0), height * width * 3
-    before = sample.to(tl.int64) * count
-    byte = tl.program_id(1) * BYTES + tl.arange(0, BYTES)
-    inside = byte < count
-    channel, x, y = byte % 3, byte // 3 % width, byte // 3 // width
-    value = tl.load(image + before + byte, mask=inside, other=0).to(tl.float32)
+def normalize_kernel(
+    image,
+    out,
+    scale,
+    shift,
+    boxes,
+    noise,
+    height,
+    width,
+    NUMBERS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Normalize a block of numbers of a sample and fill its box with noise, in NHWC memory.
+
+    The output has CHANNELS channels; those after the third are 0.
+    """
+    sample, pixels = tl.program_id(0).to(tl.int64), height * width
+    number = tl.program_id(1) * NUMBERS + tl.arange(0, NUMBERS)
+    inside = number < pixels * CHANNELS
+    pixel, channel = number // CHANNELS, number % CHANNELS
+    x, y = pixel % width, pixel // width
+    seen = inside & (channel < 3)
+    byte = image + sample * pixels * 3 + pixel * 3 + channel
+    value = tl.load(byte, mask=seen, other=0).to(tl.float32)
     # One rounding, as in torch.addcmul on a GPU.
-    value = tl.fma(value, tl.load(scale + channel), tl.load(shift + channel))
+    factor = tl.load(scale + channel, mask=seen, other=0.0)
+    value = tl.fma(value, factor, tl.load(shift + channel, mask=seen, other=0.0))
     edge = boxes + sample * 5
     top, left = tl.load(edge), tl.load(edge + 1)
     tall, wide = tl.load(edge + 2), tl.load(edge + 3)
-    erased = (y >= top) & (y < top + tall) & (x >= left) & (x < left + wide) & inside
+    erased = (y >= top) & (y < top + tall) & (x >= left) & (x < left + wide) & seen
     place = ((y - top) * wide + x - left) * 3 + channel
     at = noise + tl.load(edge + 4)
     value = tl.where(erased, tl.load(at + place, mask=erased, other=0.0), value)
-    tl.store(out + before + byte, value.to(out.dtype.element_ty), mask=inside)
+    to = out + sample * pixels * CHANNELS + number
+    tl.store(to, value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

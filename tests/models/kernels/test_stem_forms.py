@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from densefeed.models.kernels import norm_relu, shared_gelu, space_to_depth
+from densefeed.models.kernels import four_channels, norm_relu, shared_gelu, space_to_depth
 from densefeed.models.lvvit import Stem
 from densefeed.training.mixed_linear import WeightCopies
 
@@ -33,19 +33,41 @@ def test_outside_a_convolution_over_pairs_of_pixels_has_the_same_sums(size, chan
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-11)
 
 
-def test_outside_a_copy_of_the_weight_in_16_bits_is_used_over_pairs_too():
+@pytest.mark.parametrize("size", [(32, 48), (2, 2), (14, 6)])
+@pytest.mark.parametrize("channels", [3, 4])
+@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
+def test_outside_a_convolution_over_four_channels_has_the_same_sums(size, channels, memory):
+    """Whatever the weights of a fourth channel of 0 were; it is copied only in other memory."""
+    rng = torch.Generator().manual_seed(0)
+    x, weight = (
+        torch.randn(shape, generator=rng, dtype=torch.float64)
+        for shape in ((2, 3, *size), (8, 3, 7, 7))
+    )
+    weight.requires_grad_()
+    want = F.conv2d(x, weight, stride=2, padding=3)
+    given = F.pad(x, (0, 0, 0, 0, 0, channels - 3)).contiguous(memory_format=memory)
+    out = four_channels.convolve(given, weight, None)
+    torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-11)
+    gradients = [torch.autograd.grad(y.square().sum(), weight)[0] for y in (out, want)]
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-10)
+
+
+@pytest.mark.parametrize("form", [space_to_depth, four_channels])
+def test_outside_a_copy_of_the_weight_in_16_bits_is_used_over_pairs_too(form):
     """The layer with copies takes the place of the convolution, and keeps its form."""
     torch.manual_seed(0)
     stem = Stem(3, 8, 16, ((7, 2), (3, 1), (8, 8)))
     plain, x = copy.deepcopy(stem), torch.randn(2, 3, 32, 32)
-    model = nn.ModuleDict({"stem": stem})
-    space_to_depth.use(model)
+    model = nn.Module()
+    model.stem = stem
+    form.use(model)
     copies = WeightCopies([model], by_image=True)
     copies.update(torch.bfloat16, 2)
-    first = model["stem"][0]
+    first = model.stem[0]
     assert first.low_weight.dtype == torch.bfloat16
+    wide = F.pad(x, (0, 0, 0, 0, 0, getattr(model, "image_channels", 3) - 3))
     with torch.autocast("cpu", torch.bfloat16):
-        out, want = first(x), plain[0](x)
+        out, want = first(wide), plain[0](x)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)
 
@@ -102,7 +124,7 @@ def test_outside_norm_and_relu_are_one_function(dtype):
 def test_outside_forms_stand_where_their_layers_were():
     model = timm.create_model("lvvit_micro", img_size=32, num_classes=5)
     names = list(model.state_dict())
-    for form in (space_to_depth, shared_gelu, norm_relu):
+    for form in (space_to_depth, four_channels, shared_gelu, norm_relu):
         form.use(model)
     assert list(model.state_dict()) == names
     kinds = [type(layer).__name__ for layer in list(model.stem)[:6]]

@@ -139,9 +139,42 @@ def test_interpreted_kernels_write_half_precision(images):
         torch.testing.assert_close(got.float(), want, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_outside_interpreted_kernels_write_a_fourth_channel_of_zeros(images, dtype):
+    """The three colors, erased boxes among them, are those of images without it."""
+    augment = Augment(erase_probability=1.0)
+    augmentation, other = (
+        Augmentation(PLAN, augment, MEAN, STD, dtype, channels=channels) for channels in (3, 4)
+    )
+    # 33 x 47 pixels: neither a multiple of a block.
+    batch = make_batch([np.pad(image, ((0, 9), (0, 15), (0, 0)), "wrap") for image in images])
+    choice = choose(augmentation, batch)
+    (image, _), (want, _) = other._fused(batch, choice), augmentation._fused(batch, choice)
+    assert image.dtype == dtype
+    assert image.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(image[:, :3], want)
+    assert not image[:, 3].any()
+
+
 @pytest.mark.slow
 def test_in_the_interpreter():
-    assert run_interpreted(__file__) == len(CASES) + 6
+    assert run_interpreted(__file__) == len(CASES) + 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_outside_plain_augmentation_adds_a_fourth_channel_of_zeros(images, dtype):
+    augment = Augment(rand_augment="rand-m9-inc1", erase_probability=1.0)
+    augmentation, other = (
+        Augmentation(PLAN, augment, MEAN, STD, dtype, channels=channels) for channels in (3, 4)
+    )
+    batch = make_batch(images)
+    choice = choose(augmentation, batch)
+    image, want = other(batch, choice).image, augmentation(batch, choice).image
+    assert image.dtype == dtype
+    assert image.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(image[:, :3], want)
+    assert not image[:, 3].any()
 
 
 # Types of the kernels' arguments that are no integers, and the numbers compiled in.
@@ -155,7 +188,7 @@ CONSTANTS = {
     "table_kernel": {"PIXELS": 4096},
     "photometric_kernel": {"PIXELS": 1024},
     "warp_kernel": {"PIXELS": 1024},
-    "normalize_kernel": {"BYTES": 1024},
+    "normalize_kernel": {"NUMBERS": 1024, "CHANNELS": 4},
     "view_kernel": {"BLOCK_N": 128},
 }
 

@@ -35,7 +35,7 @@ class MaskLoss(torch.autograd.Function):
         N, _, h, w = logits_NKhw.shape
         count = 1 if logits_NKhw.dtype == torch.float16 else N * h * w
         with torch.autocast(logits_NKhw.device.type, enabled=False):
-            loss, weight, ctx.grad = sum_stripes(logits_NKhw, masks, wanted, count)
+            loss, weight, ctx.grad = sum_blocks(logits_NKhw, masks, wanted, count)
         weight = weight.clamp(min=1e-6)
         ctx.scale = count / weight
         return loss / weight
@@ -56,7 +56,7 @@ class MaskLoss(torch.autograd.Function):
         return made.mul_(scale), None, None
 
 
-def sum_stripes(
+def sum_blocks(
     logits_NKhw: Tensor, masks: SoftMasks, wanted: bool, count: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the sums of losses and of weights of all pixels, `[]`, and the first's gradient.
@@ -68,50 +68,112 @@ def sum_stripes(
     dtype = kernels.accumulation_dtype(logits_NKhw)
     most = STRIPE_BYTES.get(logits_NKhw.device.type, STRIPE_BYTES["cuda"])
     height = min(h, max(1, most // (K * w * dtype.itemsize)))
-    buffer = logits_NKhw.new_empty(K * height * w, dtype=dtype)
+    buffer_KT = logits_NKhw.new_empty((K, height * w), dtype=dtype)
     loss, weight = logits_NKhw.new_zeros(2, dtype=torch.float64).unbind()
     grad_NKhw = logits_NKhw.new_empty(logits_NKhw.shape) if wanted else None
     # On other devices the host would wait for what `is_exact` compares.
     shift = logits_NKhw.device.type != "cpu"
-    for image, rows, soft, hard in masks.stripes(height):
+    for image, rows, soft, hard in masks.blocks(height):
+        targets = weigh_targets(soft, hard, masks.share, dtype, count)
         block = logits_NKhw[image, :, rows]
-        powers_KT = buffer[: block.numel()].view(K, -1)
-        targets = weigh_targets(soft, hard, masks.share, dtype)
-        product, partition = exponentiate(block, targets, shift, powers_KT)
-        # Rare; the other stripes then mostly need it too.
-        if not shift and not is_exact(partition):
+        grad = grad_NKhw[image, :, rows] if wanted else None
+        sums = sum_stripes(block, targets, shift, buffer_KT, grad)
+        # Rare; the other blocks then mostly need it too.
+        if not shift and not is_exact(sums.partition):
             shift = True
-            product, partition = exponentiate(block, targets, shift, powers_KT)
-        loss += (targets.total * partition.log()).sum(dtype=loss.dtype) - product
+            sums = sum_stripes(block, targets, shift, buffer_KT, grad)
+        loss += targets.losses(sums).sum(dtype=loss.dtype)
         weight += targets.weight.sum()
-        if wanted:
-            grad_KT = grad_NKhw[image, :, rows].view(powers_KT.shape)
-            # A gradient of 16 bits is rounded once.
-            made = grad_KT if grad_KT.dtype == dtype else powers_KT
-            targets.subtract_from(powers_KT, targets.total / partition, count, made)
-            if made is powers_KT:
-                grad_KT.copy_(made)
     return loss.to(dtype), weight.to(dtype), grad_NKhw
 
 
-def exponentiate(
-    block_KRw: Tensor, targets: "PixelTargets", shift: bool, out_KT: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Write e to the power of the logits to `out`.
+class PixelSums(NamedTuple):
+    """What the loss of T pixels needs of their logits, which count in powers of 2."""
 
-    Return the sum of targets times logits, `[]`, and the sum of the powers, `[T]`. With `shift` the
-    maximum of each pixel is subtracted first, so that no power overflows.
+    every: Tensor  # [T], sum of all logits
+    named: Tensor  # [M, T], logits of the classes of the palette
+    hard: Tensor | None  # [1, T], the logit of the hard class
+    partition: Tensor  # [T], sum of the powers
+
+
+class PixelTargets(NamedTuple):
+    """Weighted targets of T pixels, as in the text above: never dense.
+
+    Of a pixel they are `base` for each class, `extra` for those of the palette and `on_hard` for
+    its hard class. The gradient is divided by `count`.
     """
-    out = out_KT.view(block_KRw.shape)
+
+    base: Tensor  # [T]
+    palette: Tensor  # int64 [M]
+    extra: Tensor  # [M, T]
+    hard: Tensor | None  # int64 [1, T]
+    on_hard: Tensor | None  # [1, T]
+    total: Tensor  # [T], their sum
+    weight: Tensor  # [T]
+    count: int
+
+    def losses(self, sums: PixelSums) -> Tensor:
+        """Return the weighted cross entropy of each pixel, `[T]`; overwrites the sums.
+
+        A logit of -inf takes a class out, whose target is 0.
+        """
+        terms = [(sums.every, self.base), (sums.named, self.extra), (sums.hard, self.on_hard)]
+        total = self.total * sums.partition.log_()
+        for values, target in terms:
+            if values is not None:
+                # 0 times -inf would be NaN.
+                values = values.clamp_(min=torch.finfo(values.dtype).min).mul_(target)
+                total.sub_(values if values.dim() == 1 else values.sum(0), alpha=1 / LOG2_E)
+        return total
+
+
+def sum_stripes(
+    block_KRw: Tensor, targets: PixelTargets, shift: bool, buffer_KT: Tensor, grad_KRw: Tensor | None,
+) -> PixelSums:
+    """Return the sums of a block of rows, stripe by stripe; write the gradient, unless it is None.
+
+    `buffer` has room for a stripe. With `shift` the maximum of each pixel is subtracted first, so
+    that no power overflows.
+    """
+    K, R, w = block_KRw.shape
+    every, partition = targets.base.new_empty((2, R * w)).unbind()
+    named = torch.empty_like(targets.extra)
+    hard = None if targets.hard is None else torch.empty_like(targets.on_hard)
+    scale, base = targets.total / targets.count, targets.base / -targets.count
+    on_hard = None if hard is None else targets.on_hard / -targets.count
+    height = buffer_KT.shape[1] // w
+    for first in range(0, R, height):
+        end = min(R, first + height)
+        here = slice(first * w, end * w)
+        powers = buffer_KT.view(-1)[: K * (end - first) * w].view(K, -1)
+        scale_logits(block_KRw[:, first:end], shift, powers.view(K, -1, w))
+        torch.sum(powers, 0, out=every[here])
+        torch.index_select(powers, 0, targets.palette, out=named[:, here])
+        if hard is not None:
+            torch.gather(powers, 0, targets.hard[:, here], out=hard[:, here])
+        torch.sum(powers.exp2_(), 0, out=partition[here])
+        if grad_KRw is not None:
+            grad = grad_KRw[:, first:end].view(K, -1)
+            # A gradient of 16 bits is rounded once.
+            made = grad if grad.dtype == powers.dtype else powers
+            torch.addcmul(base[here], powers, scale[here] / partition[here], out=made)
+            made.index_add_(0, targets.palette, targets.extra[:, here], alpha=-1 / targets.count)
+            if hard is not None:
+                made.scatter_add_(0, targets.hard[:, here], on_hard[:, here])
+            if made is powers:
+                grad.copy_(made)
+    return PixelSums(every, named, hard, partition)
+
+
+def scale_logits(block_KRw: Tensor, shift: bool, out_KRw: Tensor) -> None:
+    """Write logits as exponents of 2 to `out`; with `shift` less than the maximum of the pixel."""
     # Powers of 2: on processors of AMD PyTorch's exp2 takes a quarter of the time of its exp.
     if shift:
-        peak = block_KRw.amax(0).to(out.dtype) * -LOG2_E
-        torch.add(peak, block_KRw, alpha=LOG2_E, out=out)
+        peak = block_KRw.amax(0).to(out_KRw.dtype) * -LOG2_E
+        torch.add(peak, block_KRw, alpha=LOG2_E, out=out_KRw)
     else:
         # A tensor of one element makes the product float32; a Python number would keep 16 bits.
-        torch.mul(block_KRw, out.new_full((1,), LOG2_E), out=out)
-    product = targets.dot(out_KT) / LOG2_E
-    return product, out_KT.exp2_().sum(0)
+        torch.mul(block_KRw, out_KRw.new_full((1,), LOG2_E), out=out_KRw)
 
 
 def is_exact(partition_T: Tensor) -> bool:
@@ -124,54 +186,10 @@ def is_exact(partition_T: Tensor) -> bool:
     return low > 2.0**-40 and high < 2.0**40
 
 
-class PixelTargets(NamedTuple):
-    """Weighted targets of the T pixels of a stripe, as in the text above: never dense.
-
-    Of a pixel they are `base` for each class, `extra` for those of the palette and `on_hard` for
-    its hard class.
-    """
-
-    base: Tensor  # [T]
-    palette: Tensor  # int64 [M]
-    extra: Tensor  # [M, T]
-    hard: Tensor | None  # int64 [1, T]
-    on_hard: Tensor | None  # [1, T]
-    total: Tensor  # [T], their sum
-    weight: Tensor  # [T]
-
-    def dot(self, values_KT: Tensor) -> Tensor:
-        """Return the sum of all targets, each times its value, `[]`."""
-        sums = sum_products(self.base, values_KT.sum(0))
-        sums += sum_products(self.extra, values_KT[self.palette])
-        if self.hard is not None:
-            sums += sum_products(self.on_hard, values_KT.gather(0, self.hard))
-        return sums
-
-    def subtract_from(self, values_KT: Tensor, scale: Tensor, count: int, out: Tensor) -> None:
-        """Write values, times the `scale` of each pixel, minus the targets to `out`, `[K, T]`.
-
-        The result is divided by `count`.
-        """
-        torch.addcmul(self.base / -count, values_KT, scale / count, out=out)
-        out.index_add_(0, self.palette, self.extra, alpha=-1 / count)
-        if self.hard is not None:
-            out.scatter_add_(0, self.hard, self.on_hard / -count)
-
-
-def sum_products(targets: Tensor, values: Tensor) -> Tensor:
-    """Return the sum of targets times values, `[]`; overwrites the values.
-
-    A logit of -inf takes a class out, whose target is 0.
-    """
-    # 0 times -inf would be NaN. In float64, as the sum is subtracted from a close one.
-    products = values.clamp_(min=torch.finfo(values.dtype).min).mul_(targets)
-    return products.sum(dtype=torch.float64)
-
-
 def weigh_targets(
-    soft: SparseTargets, hard_T: Tensor | None, share: float, dtype: torch.dtype
+    soft: SparseTargets, hard_T: Tensor | None, share: float, dtype: torch.dtype, count: int
 ) -> PixelTargets:
-    """Return the targets of a stripe by weight; with hard classes see `SoftMasks.mix`."""
+    """Return the targets of some pixels by weight; with hard classes see `SoftMasks.mix`."""
     # Weights of the soft target and of the hard class. With w and m, whether they are known, these
     # are share and 1 - share where both are 1, w without a hard class, and m without a soft target.
     on_soft = soft.weight[0].to(dtype)
@@ -181,13 +199,13 @@ def weigh_targets(
         on_hard = labeled * (1 - share * on_soft)
         on_soft = on_soft * (1 - labeled * (1 - share))
         weight = on_soft + on_hard
-    # Extras of pixels lie class by class in memory, see `SoftMasks.stripes`.
+    # Extras of pixels lie class by class in memory, see `SoftMasks.blocks`.
     extra_MT = (soft.extra[0].mT * on_soft).to(dtype)
     total = on_soft * soft.total[0]
     if hard_T is not None:
         hard, total, on_hard = hard_T.clamp(min=0)[None], total + on_hard, on_hard[None]
     base = on_soft * soft.base[0]
-    return PixelTargets(base, soft.palette[0], extra_MT, hard, on_hard, total, weight)
+    return PixelTargets(base, soft.palette[0], extra_MT, hard, on_hard, total, weight, count)
 
 
 @torch.compiler.disable

@@ -1,7 +1,7 @@
 """Masks of the pixels of crops: a teacher's soft maps, true hard masks, and both mixed.
 
 Soft targets of 512 x 512 pixels over 150 classes would take 157 MB an image. SoftMasks holds the
-stored maps instead, and the loss makes the targets of a few rows of pixels at a time (`stripes`).
+stored maps instead, and the loss makes the targets of some rows of pixels at a time (`blocks`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,15 +27,15 @@ from densefeed.pipelines.targets import (
 from densefeed.storage.mask_folder import UNLABELED
 from densefeed.system.errors import UserError
 
-# N images   h x w pixels   T pixels of a stripe of rows   S map side   M classes of an image's map
+# N images   h x w pixels   T pixels of some rows   S map side   M classes of an image's map
 # G samples per pixel and axis
 
-# Sample points whose targets are made at once. Of fewer that takes as long as the loss, and more
-# show more classes.
-POINTS = 2**16
+# Sampled values of classes that are made at once, at the least. Of fewer that takes as long as the
+# loss, and more take memory and show more classes.
+VALUES = 2**20
 
 
-class Stripe(NamedTuple):
+class PixelRows(NamedTuple):
     """Some rows of the pixels of one image, and their targets."""
 
     image: int
@@ -89,33 +89,26 @@ class SoftMasks(NamedTuple):
         hard = None if self.hard is None else self.hard.to(device)
         return self._replace(batch=self.batch.to(device), hard=hard)
 
-    def stripes(self, count: int) -> Iterator[Stripe]:
-        """Yield the targets of `count` rows of pixels after the other, image by image."""
+    def blocks(self, count: int) -> Iterator[PixelRows]:
+        """Yield the targets of multiples of `count` rows of pixels one after another."""
         (h, w), spec, rules = self.size, self.spec, self.rules
         most = most_samples(self.batch, spec, self.size, rules)
-        block = count * max(1, POINTS // (count * w * most**2))
+        values = count * w * most**2 * spec.max_palette
+        block = count * max(1, VALUES // values)
         for image in range(len(self.batch.view)):
             batch = self.batch.map_tensors(lambda field, n=image: field[n : n + 1])
             maps = channels_first(spread_palettes(batch, spec, rules))
             for top in range(0, h, block):
-                rows = min(block, h - top)
-                part = batch._replace(view=cut_rows(batch.view, top, rows, h))
+                rows = slice(top, min(h, top + block))
+                size = rows.stop - top, w
+                part = batch._replace(view=cut_rows(batch.view, top, size[0], h))
                 at = places(part, spec.side, rules)
-                points, share, inside = table_points(at, spec.side, (rows, w), most)
+                points, share, inside = table_points(at, spec.side, size, most)
                 seen = drop_unseen(maps, points)
                 pool_map = partial(pool_points, points, share, most)
                 soft = finish_targets(seen, pool_map, inside.flatten(1), batch.weight, spec, rules)
-                for first in range(0, rows, count):
-                    end = min(first + count, rows)
-                    place = slice(top + first, top + end)
-                    hard = None if self.hard is None else self.hard[image, place].flatten().long()
-                    yield Stripe(image, place, cut_tokens(soft, first * w, end * w), hard)
-
-
-def cut_tokens(targets: SparseTargets, first: int, end: int) -> SparseTargets:
-    """Return the targets of tokens `first` to `end` - 1."""
-    here = [field[:, first:end] for field in targets[1:]]
-    return SparseTargets(targets.palette, *here)
+                hard = None if self.hard is None else self.hard[image, rows].flatten().long()
+                yield PixelRows(image, rows, soft, hard)
 
 
 def cut_rows(view_N23: Tensor, first: int, count: int, height: int) -> Tensor:

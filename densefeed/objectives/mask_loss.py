@@ -128,7 +128,11 @@ class PixelTargets(NamedTuple):
 
 
 def sum_stripes(
-    block_KRw: Tensor, targets: PixelTargets, shift: bool, buffer_KT: Tensor, grad_KRw: Tensor | None,
+    block_KRw: Tensor,
+    targets: PixelTargets,
+    shift: bool,
+    buffer_KT: Tensor,
+    grad_KRw: Tensor | None,
 ) -> PixelSums:
     """Return the sums of a block of rows, stripe by stripe; write the gradient, unless it is None.
 

@@ -213,7 +213,16 @@ class Step:
         return losses
 
     def check_sync(self, batch: Batch) -> None:
-        """Raise UserError, which names the sample, for score maps that no step can use."""
+        """Raise UserError, which names the sample, for score maps that no step can use.
+
+        Warn of maps of other classes than the labels, and of masks without any labeled pixel.
+        """
+        alone = self.objective.needs_masks is True and not self.objective.needs_score_maps
+        if alone and not (batch.mask >= 0).any():
+            warn(
+                "no pixel of the first batch has a class; check that ids of masks are those "
+                "of their layout (docs/reference/masks.md)"
+            )
         if self.objective.needs_score_maps:
             # On the CPU, because its branches on values would each wait for the device.
             where = f"the score maps of {self._maps_name}"
@@ -229,11 +238,9 @@ class Step:
         best = targets.palette.gather(1, targets.extra[:, 0].argmax(1, keepdim=True))[:, 0]
         share = float((best == batch.label).float().mean())
         if share < LEAST_RIGHT and len(best) >= LEAST_CROPS:
-            print(
-                f"warning: {where} name the image label in {100 * share:.0f} % of the first crops; "
-                "check their class list with densefeed audit, or train a better teacher",
-                file=sys.stderr,
-                flush=True,
+            warn(
+                f"{where} name the image label in {100 * share:.0f} % of the first crops; check "
+                "their class list with densefeed audit, or train a better teacher"
             )
 
     def _augment(self, batch: Batch) -> Batch:
@@ -256,6 +263,11 @@ class Step:
             self.check_sync(whole)
             self._is_checked = True
         return whole
+
+
+def warn(text: str) -> None:
+    """Print a warning."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def read_colors(model: nn.Module) -> tuple[list[float], list[float]]:

@@ -323,6 +323,20 @@ def test_a_validation_set_without_masks_is_refused(segments, masked, tmp_path):
         MaskEvaluation((1.0,)).mean_sync(torch.zeros(18))
 
 
+def test_outside_masks_without_a_labeled_pixel_are_warned_of(segments, masked, tmp_path, capsys):
+    """They trained nothing, without a word."""
+    root = tmp_path / "copy"
+    shutil.copytree(masked[0], root)
+    for path in (root / "annotations/training").iterdir():
+        Image.new("L", Image.open(path).size).save(path)
+    for data in (masked[0], root):
+        loader, step = open_step(with_options(segments(tmp_path / "run"), data=data))
+        list(step.batches(0))
+        loader.close()
+        warned = "no pixel of the first batch has a class" in capsys.readouterr().err
+        assert warned == (data == root)
+
+
 def test_masks_with_other_classes_are_refused_before_the_first_step(segments, masked, tmp_path):
     root = tmp_path / "copy"
     shutil.copytree(masked[0], root)

@@ -25,7 +25,7 @@ VARIABLE = "DENSEFEED_LEVERS"
 LEVERS: dict[str, Callable[[nn.Module], None]] = {
     "attention": packed_attention.use,
     "space-to-depth": space_to_depth.use,
-    # Of two forms of one layer the last is used.
+    # Takes the place of space-to-depth where both are named.
     "four-channels": four_channels.use,
     "gelu": shared_gelu.use,
     "add-norm": add_norm.use,

@@ -65,6 +65,7 @@ from timm.loss import LabelSmoothingCrossEntropy
 from timm.optim import create_optimizer_v2
 from timm.utils import ModelEmaV3, NativeScaler
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from benchmarks.harness import (
     CORES,
@@ -508,6 +509,8 @@ class OurStep:
         seen = torch.zeros(2, dtype=torch.float64)
         self.monitor = TrainMonitor(self.student, self.step, self.ranks, run.out, seen, skips=0)
         self.update, self.numbers = choose_update(run.compile, self.ranks), count()
+        # A constant batch's images and what the step takes in their place.
+        self._images: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, batch: Batch) -> Tensor:
         """Train on a batch and return its loss."""
@@ -520,8 +523,16 @@ class OurStep:
     def losses(self, batch: Batch, number: int) -> list[Callable[[], Tensor]]:
         """Return a list of one function, which computes the loss of step `number`."""
         # Always the first batch: the plan of a constant batch has no other.
-        batch = batch._replace(epoch=self.epoch(number), step=0)
+        batch = batch._replace(image=self.widen(batch.image), epoch=self.epoch(number), step=0)
         return self.step.losses(self.student.network, batch)
+
+    def widen(self, image: Tensor) -> Tensor:
+        """Return images with the channels that the augmentation writes; of one batch once."""
+        if more := self.step.augmentation.channels - image.shape[1]:
+            if self._images is None or self._images[0] is not image:
+                self._images = image, F.pad(image, (0, 0, 0, 0, 0, more))
+            return self._images[1]
+        return image
 
     def epoch(self, number: int) -> int:
         """Return the epoch that step `number` counts as, so that pairs of tokens differ."""

@@ -45,8 +45,8 @@ class Batch(NamedTuple):
     them in place, do not resize them, and clone what you keep or save.
     """
 
-    # uint8 [N, H, W, 3], cropped, resized and flipped; augmented [N, 3, H, W], float32 or the dtype
-    # of autocast
+    # uint8 [N, H, W, 3], cropped, resized and flipped; augmented [N, 3 or 4, H, W], float32 or the
+    # dtype of autocast
     image: Tensor
     label: Tensor  # int64 [N], class ids
     view: Tensor  # float32 [N, 2, 3], network input to image, see storage/geometry.py

@@ -14,6 +14,7 @@ from timm.loss import LabelSmoothingCrossEntropy
 
 from benchmarks import harness, step
 from benchmarks.step import StepBenchmark, build_contest, main
+from densefeed.models.kernels import four_channels
 from densefeed.models.kernels.levers import LEVERS, VARIABLE
 from densefeed.system.errors import UserError
 from densefeed.tools.pack_dataset import Packing
@@ -334,6 +335,21 @@ def test_gpu_steps_give_the_same_losses():
         )
     )
     assert all(found["rel_error"] < found["bar"] for found in document["equality"])
+
+
+def test_outside_the_stem_under_test_is_the_one_that_is_measured(tmp_path, monkeypatch):
+    """The constant batch had three channels, with which it is the plain convolution."""
+    seen, convolve = set(), four_channels.convolve
+
+    def watch(x_NCHW, *weights):
+        seen.add(x_NCHW.shape[1])
+        return convolve(x_NCHW, *weights)
+
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(four_channels, "convolve", watch)
+    options = dict(levers=("four-channels",), only=("ours",), steps=1, rounds=1)
+    main(small(results=tmp_path / "rows.csv", **options))
+    assert seen == {4}
 
 
 def test_outside_rows_name_the_forms_under_test(tmp_path, monkeypatch):

@@ -35,7 +35,11 @@ LEVERS: dict[str, Callable[[nn.Module], None]] = {
 
 def use_levers(model: nn.Module) -> None:
     """Give a model the forms that DENSEFEED_LEVERS names. UserError for an unknown name."""
-    for name in os.environ.get(VARIABLE, "").split():
+    named = os.environ.get(VARIABLE, "").split()
+    for name in named:
         if name not in LEVERS:
             raise UserError(f"{VARIABLE}: {name} is not among {', '.join(LEVERS)}; leave it out")
-        LEVERS[name](model)
+    # In the order above, whatever that of the names.
+    for name, use in LEVERS.items():
+        if name in named:
+            use(model)

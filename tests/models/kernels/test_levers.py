@@ -38,3 +38,13 @@ def test_outside_a_form_keeps_parameters_and_results(monkeypatch, name):
         state = model.state_dict()
         found.append((*logits, gradients, state, model.eval()(x)))
     torch.testing.assert_close(found[0], found[1], rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("names", ["four-channels space-to-depth", "space-to-depth four-channels"])
+def test_outside_two_forms_of_a_layer_are_the_last_in_any_order(monkeypatch, names):
+    """In one order the network asked for four channels, and its convolution took three."""
+    monkeypatch.setenv(VARIABLE, names)
+    model, plain, x = build().train(), build().train(), torch.randn(4, 3, 32, 32)
+    use_levers(model)
+    wide = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, model.image_channels - 3))
+    torch.testing.assert_close(model(wide).cls, plain(x).cls, rtol=2e-4, atol=2e-5)

@@ -37,7 +37,7 @@ def test_outside_a_convolution_over_pairs_of_pixels_has_the_same_sums(size, chan
 @pytest.mark.parametrize("channels", [3, 4])
 @pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
 def test_outside_a_convolution_over_four_channels_has_the_same_sums(size, channels, memory):
-    """Whatever the weights of a fourth channel of 0 were; it is copied only in other memory."""
+    """In both memory formats; with three channels it is the plain convolution."""
     rng = torch.Generator().manual_seed(0)
     x, weight = (
         torch.randn(shape, generator=rng, dtype=torch.float64)

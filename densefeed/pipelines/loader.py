@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import chain, repeat
+from itertools import chain, pairwise, repeat
 from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -37,6 +37,8 @@ AHEAD = 3
 # Samples whose random numbers are drawn at once. Decoding and steps displace numpy's code from the
 # caches, and loading it again takes longer than the computation.
 DRAWN = 2048
+# Batches that are drawn before the first is submitted: `_plan` fetches one ahead.
+FIRST = 2
 # Score maps of small batches are allocated together, in blocks of at most this many bytes: a block
 # takes Python 0.3 ms. Larger ones would not stay in the caches.
 BLOCK = 4 << 20
@@ -442,11 +444,13 @@ class ThreadedLoader:
         source, plan, size = self.source, self.plan, self._size
         shard, many = plan.rank_rows(epoch), max(1, DRAWN // size)
         batches = len(shard.index)
-        for first in range(start, batches, many):
-            drawn = RankRows(*(part[first : first + many].ravel() for part in shard))
+        second = min(start + min(FIRST, many), batches)
+        bounds = *range(start, second)[:1], *range(second, batches, many), batches
+        for first, end in pairwise(bounds):
+            drawn = RankRows(*(part[first:end].ravel() for part in shard))
             u = plan.crop_draws(epoch, drawn.index, drawn.repeat)
             maps = self._locate_maps(drawn.index)
-            for step in range(first, min(first + many, batches)):
+            for step in range(first, end):
                 here = slice((step - first) * size, (step - first + 1) * size)
                 rows = RankRows(*(part[here] for part in drawn))
                 source.follow(plan, epoch, step, shard.index)

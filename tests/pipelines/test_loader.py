@@ -77,9 +77,38 @@ def test_crops_are_those_of_the_plan_however_many_are_drawn_at_once(beton, monke
         np.testing.assert_array_equal(batch.view.numpy(), crop_views(*crops, *sides))
 
 
+def test_little_is_drawn_and_located_before_the_first_batch(beton, monkeypatch):
+    """Of 12 samples in batches of 2: its own, and those of the batch that is fetched ahead."""
+    source, drawn, located = FfcvSource(beton), [], []
+    reader = loader(source, batch=2)
+    draw, locate, submit = EpochPlan.crop_draws, source.map_parts, reader._submit
+    submitted = []
+
+    def record_draw(plan, epoch, index, repeat):
+        drawn.append(len(index))
+        return draw(plan, epoch, index, repeat)
+
+    def record_parts(ids):
+        located.append(len(ids))
+        return locate(ids)
+
+    def record_submit(*arguments):
+        submitted.append((sum(drawn), sum(located)))
+        return submit(*arguments)
+
+    monkeypatch.setattr(EpochPlan, "crop_draws", record_draw)
+    monkeypatch.setattr(source, "map_parts", record_parts)
+    monkeypatch.setattr(reader, "_submit", record_submit)
+    assert len(list(reader.batches(0))) == 6
+    reader.close()
+    # The second batch finds the numbers of all.
+    assert submitted[:2] == [(4, 4), (12, 12)]
+
+
 @pytest.mark.parametrize(("block", "blocks"), [(1, 3), (8, 2), (1000, 1)])
 def test_each_batch_has_the_maps_of_its_samples(beton, monkeypatch, block, blocks):
     """In batches of 4, of which none or several share a block of memory; all are held."""
+    monkeypatch.setattr(loader_module, "FIRST", 1000)
     source = FfcvSource(beton)
     monkeypatch.setattr(loader_module, "BLOCK", block * source.score_maps.nbytes)
     # Closes the source that it reads.

@@ -43,6 +43,7 @@ from benchmarks.harness import (
     use_cores,
 )
 from densefeed.models.kernels import (
+    add_norm,
     four_channels,
     norm_relu,
     packed_attention,
@@ -215,13 +216,22 @@ def list_forms(benchmark: KernelBenchmark, model: LVViT, device: torch.device) -
         def attend(qkv: Tensor) -> Tensor:
             return packed_attention.forward(qkv, (D // heads) ** -0.5)[0]
 
-        found |= both("packed attention", attend, [qkv], L, operations, 2.5 * operations)
+        more = operations, 2.5 * operations
+        found |= both("packed attention", attend, [qkv], L, *more)
+        found |= together("packed attention", attend, qkv, L, sum(more))
     if stem[0].kernel_size == space_to_depth.KERNEL:
-        for name, form, C in (("pairs", space_to_depth, 3), ("four channels", four_channels, 4)):
+        plain = partial(F.conv2d, stride=stem[0].stride, padding=stem[0].padding)
+        convolutions = {
+            "convolution 0, compiled": (plain, 3),
+            "convolution 0 over pairs": (partial(space_to_depth.convolve, bias_O=None), 3),
+            "convolution 0 over four channels": (partial(four_channels.convolve, bias_O=None), 4),
+        }
+        for name, (function, C) in convolutions.items():
             image = random(N, C, benchmark.size, benchmark.size)
             image = image.to(memory_format=torch.channels_last)
-            convolve = torch.compile(partial(form.convolve, image, bias_O=None))
-            found |= both(f"convolution 0 over {name}", convolve, [random(stem[0].weight.shape)], 1)
+            weight = random(stem[0].weight.shape).to(memory_format=torch.channels_last)
+            found |= both(name, torch.compile(partial(function, image)), [weight], 1)
+    found |= add_norms(N, T, D, 2 * L, random)
     functions = {"gelu": F.gelu, "shared gelu": shared_gelu.SharedGELU()}
     hidden = random(N, T, block.mlp.fc1.out_features)
     if len(stem) > 1:
@@ -235,6 +245,26 @@ def list_forms(benchmark: KernelBenchmark, model: LVViT, device: torch.device) -
         x, layers = (hidden, L) if "gelu" in name else (pixels, len(stem) // 3)
         found |= both(f"{name}, compiled", torch.compile(function), [x], layers)
     return found
+
+
+def add_norms(
+    N: int, T: int, D: int, layers: int, random: Callable[..., Tensor]
+) -> dict[str, Kernel]:
+    """Return a residual sum and the norm after it, in one kernel each way and compiled."""
+    scale = torch.ones(N, device=random.keywords["device"])
+    stream, bias, weight, norm_bias = (random(*shape).float() for shape in ((N, T, D), *[(D,)] * 3))
+    inputs = [stream, random(N, T, D), bias, weight, norm_bias]
+
+    def joined(x: Tensor, branch: Tensor, bias: Tensor, *norm: Tensor) -> tuple[Tensor, ...]:
+        return add_norm.forward(x, branch, scale, bias, *norm, 1e-6)[:2]
+
+    def plain(x: Tensor, branch: Tensor, bias: Tensor, *norm: Tensor) -> tuple[Tensor, ...]:
+        # The bias gets its gradient from the sum, as there.
+        total = x + (branch + (bias - bias.detach()).to(branch.dtype)) * scale[:, None, None]
+        return total, F.layer_norm(total, (D,), *norm, 1e-6).to(branch.dtype)
+
+    found = both("residual sum and norm, compiled", torch.compile(plain), inputs, layers)
+    return found | both("residual sum and norm in one", joined, inputs, layers)
 
 
 def products(
@@ -258,7 +288,7 @@ def products(
 
 def both(
     name: str,
-    function: Callable[..., Tensor],
+    function: Callable[..., Tensor | tuple[Tensor, ...]],
     inputs: Sequence[Tensor],
     layers: int,
     forward: float = 0,
@@ -267,20 +297,35 @@ def both(
     """Return forward and backward pass of a function; `forward`, `backward` are operations."""
     leaves = [tensor.requires_grad_() for tensor in inputs]
     out = function(*leaves)
-    grad = torch.randn_like(out)
-    read = sum(tensor.nbytes for tensor in leaves)
+    outs = (out,) if isinstance(out, Tensor) else out
+    grads = [torch.randn_like(tensor) for tensor in outs]
+    read, written = (sum(tensor.nbytes for tensor in tensors) for tensors in (leaves, outs))
 
     @torch.no_grad()
-    def run() -> Tensor:
+    def run() -> object:
         return function(*leaves)
 
     def differentiate() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(out, leaves, grad, retain_graph=True)
+        return torch.autograd.grad(outs, leaves, grads, retain_graph=True)
 
     return {
-        f"{name}, forward": Kernel(run, layers, forward, read + out.nbytes),
-        f"{name}, backward": Kernel(differentiate, layers, backward, 2 * read + out.nbytes),
+        f"{name}, forward": Kernel(run, layers, forward, read + written),
+        f"{name}, backward": Kernel(differentiate, layers, backward, 2 * read + written),
     }
+
+
+def together(
+    name: str, function: Callable[[Tensor], Tensor], x: Tensor, layers: int, operations: float
+) -> dict[str, Kernel]:
+    """Return both passes of a function as one call, for goals of their sum."""
+    leaf = x.requires_grad_()
+    grad = torch.randn_like(function(leaf))
+
+    def run() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(function(leaf), leaf, grad)
+
+    moved = 3 * leaf.nbytes + 2 * grad.nbytes
+    return {f"{name}, both passes": Kernel(run, layers, operations, moved)}
 
 
 def layer_function(layer: nn.Conv2d, random: Callable[..., Tensor]) -> Callable[..., Tensor]:

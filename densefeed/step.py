@@ -104,10 +104,16 @@ class Step:
         # networks that begin with a norm, compute with them before.
         exact = mix.mixup or getattr(first, "exact_images", False)
         image_dtype = (None if exact else dtype) or torch.float32
+        # A form of a stem that is under test, see models/kernels/four_channels.py.
+        channels = {getattr(network, "image_channels", 3) for network in networks}
+        if len(channels) > 1:
+            raise UserError(
+                "some networks of this training want images of four channels and others of three; "
+                "leave four-channels out of DENSEFEED_LEVERS"
+            )
         options = {
             "warps_maps": objective.setting.labels.geometry == "published",
-            # A form of a stem that is under test, see models/kernels/four_channels.py.
-            "channels": min(getattr(network, "image_channels", 3) for network in networks),
+            "channels": channels.pop(),
         }
         self.augmentation = Augmentation(
             loader.plan, augment, *read_colors(first), image_dtype, **options

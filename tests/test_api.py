@@ -17,6 +17,7 @@ from PIL import Image
 import densefeed
 from densefeed import sparse_targets
 from densefeed.models.kernels import four_channels
+from densefeed.models.wrapped_model import WrappedModel
 from densefeed.objectives import OBJECTIVES
 from densefeed.pipelines.augment.augmentation import Normalize
 from densefeed.storage.images import Images
@@ -141,6 +142,17 @@ def test_outside_a_network_that_asks_for_four_channels_gets_them(loader, mixing)
         logits.append(model.eval()(torch.ones(1, 3, 32, 32)))
     torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
     torch.testing.assert_close(*logits)
+
+
+def test_outside_four_channels_for_some_networks_of_a_training_are_refused(loader):
+    pair = WrappedModel()
+    pair.first, pair.second = make_model(loader), make_model(loader)
+    pair.networks = pair.first, pair.second
+    four_channels.use(pair.first)
+    with pytest.raises(densefeed.UserError, match="leave four-channels out of DENSEFEED_LEVERS"):
+        densefeed.build_step(loader, pair, objective="relabel")
+    four_channels.use(pair.second)
+    densefeed.build_step(loader, pair, objective="relabel")
 
 
 def test_the_generator_of_torch_is_left_as_it_is(loader):

@@ -57,6 +57,10 @@ def test_every_stage_of_the_gpu_check_ends(run, packed, tmp_path):
     refused = {n for n in failed if "the teacher's scores of" in " ".join(stages[n]["last"])}
     assert failed == refused <= {"teacher"}, log + done.stderr
     assert all(stages[name]["state"] == "failed with 2" for name in refused)
+    # Their rows are those of a GPU alone.
+    (kernels,) = (stage for stage in STAGES if stage.name == "kernels")
+    rows = {row["name"] for row in stages["kernels"]["rows"]}
+    assert {goal.name for goal in kernels.goals} <= rows
 
 
 @pytest.mark.slow

@@ -348,8 +348,9 @@ def test_every_stage_runs_on_a_cpu(tmp_path, pictures, wheels):
             name = re.sub(
                 "compile=(blocks|whole|graph), loss", "compile=never,device=cpu, loss", name
             )
-            # A run of two steps has no speed.
-            assert name.removesuffix(", GPU alone") in names or name.endswith(", speed"), names
+            # A run of two steps has no speed, and Triton's kernels run on a GPU.
+            absent = name.endswith(", speed") or name.startswith("kernel packed attention")
+            assert absent or name.removesuffix(", GPU alone") in names, names
     curves = (tmp_path / "out" / "curves.jsonl").read_text().splitlines()
     runs = {json.loads(line)["training"].partition(",")[0] for line in curves}
     assert {"lvvit_s_224_token_label", "lvvit_micro_drloc"} <= runs

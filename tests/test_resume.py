@@ -83,6 +83,14 @@ def state(out: Path) -> dict:
     }
 
 
+def mark_slow(cases: dict[str, dict], *fast: str) -> list:
+    """Return parameters of a test, of which those that are not named are slow: they are alike."""
+    return [
+        pytest.param(fields, id=name, marks=[pytest.mark.slow] * (name not in fast))
+        for name, fields in cases.items()
+    ]
+
+
 SPARSE = dict(
     model="bootstrapping_vit_s_sparse",
     model_kwargs=("depth=2",),
@@ -167,7 +175,7 @@ SEGMENT = {
 }
 
 
-@pytest.mark.parametrize("fields", SEGMENT.values(), ids=list(SEGMENT))
+@pytest.mark.parametrize("fields", mark_slow(SEGMENT, "segment"))
 def test_segmentation_resumes_to_the_bit(segments, tmp_path, monkeypatch, fields):
     """After a step of the first epoch, and after one of the second."""
     training.train(segments(tmp_path / "whole", **fields))
@@ -189,7 +197,7 @@ DETECT = {
 }
 
 
-@pytest.mark.parametrize("fields", DETECT.values(), ids=list(DETECT))
+@pytest.mark.parametrize("fields", mark_slow(DETECT, "bf16"))
 def test_detection_resumes_to_the_bit(detects, tmp_path, monkeypatch, fields):
     """Boxes are sampled by torch's generator, which a resumed run seeds as an uncut one."""
     training.train(detects(tmp_path / "whole", **fields))
@@ -634,7 +642,7 @@ KILLED = {
 }
 
 
-@pytest.mark.parametrize("fields", KILLED.values(), ids=list(KILLED))
+@pytest.mark.parametrize("fields", mark_slow(KILLED, "one size", "joint"))
 def test_run_killed_in_an_evaluation_repeats_only_the_evaluation(
     micro, tmp_path, monkeypatch, fields
 ):

@@ -466,6 +466,7 @@ def test_invalid_options_raise(cache):
         main(small(cache, folder=cache))
 
 
+@pytest.mark.slow
 def test_missing_peer_is_skipped_unless_named(monkeypatch, capsys):
     gone = PEERS["simplejpeg"]._replace(package="no_such_package")
     broken = PEERS["torchvision-tensor"]._replace(package="json", probe=lambda: json.loads("{"))

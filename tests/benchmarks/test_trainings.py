@@ -54,6 +54,7 @@ def rows(benchmark):
     return {row["name"].removeprefix(f"training {NAME},"): float(row["median"]) for row in found}
 
 
+@pytest.mark.slow
 def test_outside_trainings_have_rows_at_once_and_finished_ones_are_not_repeated(benchmark, calls):
     """The second one fails, and neither stops the third nor takes the first one's rows."""
     names = f"{NAME},seed=0", f"{NAME},seed=x", f"{NAME},seed=1"

@@ -688,6 +688,7 @@ print(os.waitstatus_to_exitcode(status), next(batches).image.shape)
 """
 
 
+@pytest.mark.slow
 @needs_dali
 def test_a_forked_child_exits_normally(photos, command):
     """Destroying DALI there would wait for threads that the child lacks, or crash."""

@@ -128,7 +128,7 @@ class Collate:
         return index, view, tuple(self.labels.targets(index, view, 4))
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_worker_processes_label_their_batches(store, start):
     with open_score_maps(store) as labels:
         loader = DataLoader(

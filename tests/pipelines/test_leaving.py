@@ -350,7 +350,7 @@ def child_of(command, tmp_path):
     return lambda *words: command.start("-c", code, *words, **how)
 
 
-@pytest.mark.parametrize("kind", ["folder", "ffcv", DALI])
+@pytest.mark.parametrize("kind", [pytest.param("folder", marks=pytest.mark.slow), "ffcv", DALI])
 def test_ctrl_c_interrupts_a_wait(child_of, slow, kind):
     """2,000 photographs of 12 megapixels take minutes. On two idle cores the wait ends within 0.1 s
     and the process within 2 s, on busy ones later.

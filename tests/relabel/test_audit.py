@@ -524,6 +524,7 @@ def test_probabilities_beside_the_logsumexps_of_logits_are_a_fault(clean, tmp_pa
     assert verdicts(result)["class list"] == "unchecked"
 
 
+@pytest.mark.slow
 def test_small_logits_are_not_taken_for_probabilities():
     """Logits of untrained teachers and probabilities, for 2 to 1,000 classes.
 

@@ -348,6 +348,7 @@ def test_outside_a_dataset_of_a_module_is_labeled_resumed_and_shared(
     assert all(labeled), ends
 
 
+@pytest.mark.slow
 def test_outside_audit_and_pack_take_the_dataset_of_a_module(words, tmp_path, command):
     out, name = tmp_path / "maps.h5", words[words.index("--dataset") + 1]
     assert command(*words, out, cwd=tmp_path).returncode == 0

@@ -146,6 +146,7 @@ def make_teacher():
     return model
 
 
+@pytest.mark.slow
 def test_outside_a_pass_in_two_parts_and_the_audit_take_such_maps(photos, tmp_path, command):
     whole = densefeed.label(photos, make_teacher(), tmp_path / "whole.h5", map_side=16, **HOW)
     words = ["-m", "densefeed", "label", "--data", photos, "--teacher", f"{__name__}:make_teacher"]

@@ -64,6 +64,7 @@ def whole(words, tmp_path_factory, command) -> dict[str, bytes]:
     return files(out)
 
 
+@pytest.mark.slow
 def test_the_driver_prints_the_accuracy_when_its_workers_have_ended(
     words, tmp_path, monkeypatch, capsys
 ):

@@ -219,6 +219,7 @@ BOMBS = (
 )
 
 
+@pytest.mark.slow
 def test_outside_bombs_are_refused_within_a_few_hundred_megabytes(tmp_path):
     """Each takes 0.5 to 20 GB decoded. (Footers that lie: test_parquet_pages.py.)"""
     count, mega, nulls = 20_000, 2**20, 5_000_000
@@ -276,6 +277,7 @@ print("end")
 """
 
 
+@pytest.mark.slow
 def test_outside_a_changed_byte_of_the_footer_is_one_sentence(tmp_path):
     path = write_parquet(tmp_path / "x.parquet", [("a.jpg", JPEG, 0)], None, store_schema=False)
     done = subprocess.run([sys.executable, "-c", FLIP, path], capture_output=True, text=True)

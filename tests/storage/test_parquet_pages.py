@@ -151,6 +151,7 @@ def understate(folder, size):
     return folder
 
 
+@pytest.mark.slow
 def test_outside_a_footer_that_states_too_few_bytes_takes_no_memory(tmp_path):
     """These take 0.4 GB decoded: many rows name an image, or one has many bytes."""
     count, mega = 400, 2**20
@@ -301,7 +302,7 @@ print("end")
 """
 
 
-@pytest.mark.parametrize("version", ["1.0", "2.0"])
+@pytest.mark.parametrize("version", ["1.0", pytest.param("2.0", marks=pytest.mark.slow)])
 def test_outside_a_file_with_a_changed_header_is_one_sentence(tmp_path, version):
     options = {"data_page_version": version, "write_statistics": False}
     path, places = write_images(tmp_path / "x.parquet", **options), []

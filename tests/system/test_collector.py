@@ -23,6 +23,7 @@ def test_a_pause_ends_as_it_began(enabled):
         gc.enable() if before else gc.disable()
 
 
+@pytest.mark.slow
 def test_only_what_a_command_made_is_collected():
     """No collection from the first module of PyTorch on to the last of the package.
 

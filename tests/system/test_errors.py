@@ -180,7 +180,11 @@ ROOT = Path(errors.__file__).parents[2]
 @pytest.mark.parametrize("package", ["torch", "tyro"])
 @pytest.mark.parametrize(
     "words",
-    [("-m", "densefeed", "pack"), (ROOT / "tools/pack_dataset.py",), (ROOT / "train.py",)],
+    [
+        ("-m", "densefeed", "pack"),
+        pytest.param((ROOT / "tools/pack_dataset.py",), marks=pytest.mark.slow),
+        pytest.param((ROOT / "train.py",), marks=pytest.mark.slow),
+    ],
     ids=["densefeed", "tools", "train"],
 )
 def test_outside_ctrl_c_while_packages_are_imported_is_one_word(tmp_path, package, words):

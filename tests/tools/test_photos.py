@@ -130,6 +130,7 @@ def test_outside_two_flows_in_one_folder_are_refused(tmp_path):
     main(Photos(out=tmp_path, students=("ce",)))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="macOS has no signal of a parent's end")
 def test_outside_a_step_ends_with_its_flow(tmp_path):
     """It went on for minutes after kill -9 of the flow, and the next one was refused."""

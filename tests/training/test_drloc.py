@@ -239,6 +239,7 @@ def test_step_compiles_once(micro, tmp_path, no_host_read, fields):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 def test_validate_and_export_ignore_heads(micro, packed, tmp_path):
     training.train(micro(tmp_path / "run", drloc="l1", drloc_grid=0))
     for weights in ("ema", "raw"):

@@ -208,8 +208,8 @@ CASES = {
 }
 
 
-# They are much like `parts`, `drloc` and `sam, sparse`.
-SLOW = ("mixtoken", "cutmix", "drloc, parts", "nadamuon")
+# They are much like `parts` and `sam, sparse`.
+SLOW = ("mixtoken", "cutmix", "drloc", "drloc, parts", "nadamuon", "bootstrap")
 
 
 @pytest.mark.parametrize(
@@ -299,6 +299,7 @@ def test_compiled_ranks_match_one_that_is_not_compiled(micro, tmp_path, alone, t
                 assert [reason for reason in found["breaks"] if not ddp.search(reason)] == []
 
 
+@pytest.mark.slow
 def test_resume_on_other_number_of_ranks(micro, tmp_path, alone, run):
     """One rank, two, one: samples of an uninterrupted run on one rank.
 

@@ -136,6 +136,7 @@ def test_outside_training_lists_a_divided_folder_once(photos, micro, tmp_path, c
     assert capsys.readouterr().out.count("with another ending was left out: .txt 1") == 1
 
 
+@pytest.mark.slow
 def test_outside_validate_and_explain_take_the_runs_validation_images(
     photos, flow, tmp_path, capsys
 ):

@@ -45,8 +45,8 @@ def compile_kernel(
     return compiled.asm
 
 
-def count_spills(forms: dict) -> int:
-    """Return the bytes of a compiled kernel's stack, by the disassembler that Triton brings."""
+def read_resources(forms: dict) -> tuple[int, int]:
+    """Return bytes of stack and registers of a compiled kernel, by Triton's disassembler."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -57,7 +57,7 @@ def count_spills(forms: dict) -> int:
         file.flush()
         words = [tool, "-res-usage", file.name]
         text = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"STACK:(\d+)", text)[1])
+    return tuple(int(re.search(rf"{name}:(\d+)", text)[1]) for name in ("STACK", "REG"))
 
 
 def run_interpreted(*files: object, chosen: str = "interpreted") -> int:

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from densefeed.models.kernels import packed_attention
 from densefeed.models.lvvit import Attention
 
-from ...interpreter import compile_kernel, count_spills, interpreted, run_interpreted
+from ...interpreter import compile_kernel, interpreted, read_resources, run_interpreted
 
 triton = pytest.importorskip("triton")
 
@@ -72,6 +72,10 @@ def test_outside_attention_in_the_interpreter():
     assert run_interpreted(__file__) == 2 * len(TOKENS) + 1
 
 
+# As docs/results/gpu.md has them.
+MOST_REGISTERS = {"forward_kernel": 168, "query_kernel": 210, "key_kernel": 255}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("name", ["forward_kernel", "query_kernel", "key_kernel"])
@@ -84,7 +88,8 @@ def test_outside_attention_compiles_without_spills(name, capability):
     constants = subject.chunk_sizes(197) | {"D": 64}
     kernel, types = getattr(subject, name), types | {"scale": "fp32"}
     code = compile_kernel(kernel, types, constants, capability, True, warps, aligned=True)
-    assert count_spills(code) == 0
+    stack, registers = read_resources(code)
+    assert (stack, registers <= MOST_REGISTERS[name]) == (0, True), registers
 
 
 def test_outside_chunks_cover_all_tokens():

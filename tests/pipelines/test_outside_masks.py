@@ -1,5 +1,7 @@
 """Soft and hard masks of pixels: targets, loss and gradient against float64 written out."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -199,6 +201,35 @@ def test_outside_one_backward_pass_and_no_gradient_where_none_is_wanted(labels):
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="call sparse_loss again"):
         loss.backward()
+
+
+def test_outside_memory_of_a_gradient_is_used_again_when_no_tensor_has_it(labels):
+    masks, logits = labels.soft_masks(range(N), VIEWS["crops"], SIZE), random_logits()
+
+    def differentiate(scale):
+        return torch.autograd.grad(sparse_loss(scale * logits, masks), logits)[0]
+
+    def differentiate_leaf():
+        logits.grad = None
+        sparse_loss(logits, masks).backward()
+        return logits.grad.data_ptr()
+
+    # Held by a leaf, by a view of a part, and by nothing.
+    differentiate_leaf()
+    part, want = logits.grad[1], logits.grad.clone()
+    differentiate(2.0)
+    assert torch.equal(logits.grad, want)
+    logits.grad = None
+    differentiate(3.0)
+    assert torch.equal(part, want[1])
+    del part
+    at = differentiate_leaf()
+    assert differentiate_leaf() == at
+    other = []
+    thread = threading.Thread(target=lambda: other.append(differentiate_leaf()))
+    thread.start()
+    thread.join()
+    assert other != [at]
 
 
 def test_outside_what_does_not_fit_is_named(labels):

@@ -27,7 +27,8 @@ LOG2_E = math.log2(math.e)
 class GradientMemory(threading.local):
     """The memory of a thread's last gradient on a CPU, for the next one if no tensor has it then.
 
-    At the peak of a step, in the loss, a gradient exists anyway. By default glibc gives a tensor of
+    It is kept until the thread ends. At the peak of a step, in the loss, a gradient exists anyway.
+    By default glibc gives a tensor of
     more than 32 MB new pages each time, and to touch them first takes 40 % of the time of the loss.
     """
 
@@ -37,7 +38,7 @@ class GradientMemory(threading.local):
 
     def take(self, like: Tensor) -> Tensor:
         """Return an uninitialized, contiguous tensor of the shape, dtype and device of another."""
-        if like.device.type != "cpu":
+        if like.device.type != "cpu" or not like.numel():
             return like.new_empty(like.shape)
         if self._bytes.nbytes != like.nbytes or self._lease() is not None:
             self._bytes = torch.empty(like.nbytes, dtype=torch.uint8, device="cpu")

@@ -37,7 +37,8 @@ AHEAD = 3
 # Samples whose random numbers are drawn at once. Decoding and steps displace numpy's code from the
 # caches, and loading it again takes longer than the computation.
 DRAWN = 2048
-# Batches that are drawn before the first is submitted: `_plan` fetches one ahead.
+# Batches that are drawn before the first is submitted: `_plan` fetches one ahead. Twice as many
+# follow each time, up to DRAWN samples.
 FIRST = 2
 # Score maps of small batches are allocated together, in blocks of at most this many bytes: a block
 # takes Python 0.3 ms. Larger ones would not stay in the caches.
@@ -444,8 +445,10 @@ class ThreadedLoader:
         source, plan, size = self.source, self.plan, self._size
         shard, many = plan.rank_rows(epoch), max(1, DRAWN // size)
         batches = len(shard.index)
-        second = min(start + min(FIRST, many), batches)
-        bounds = *range(start, second)[:1], *range(second, batches, many), batches
+        bounds, count = [start], min(FIRST, many)
+        while bounds[-1] < batches:
+            bounds.append(min(bounds[-1] + count, batches))
+            count = min(2 * count, many)
         for first, end in pairwise(bounds):
             drawn = RankRows(*(part[first:end].ravel() for part in shard))
             u = plan.crop_draws(epoch, drawn.index, drawn.repeat)

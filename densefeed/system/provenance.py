@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,7 +36,7 @@ def environment(packages: tuple[str, ...]) -> dict[str, str | int]:
         # Those that this process may use, not all of the machine.
         "cores": CORES,
         "versions": "; ".join(versions),
-        "command": command(sys.argv),
+        "command": command(sys.argv, os.environ),
     }
 
 
@@ -76,12 +77,14 @@ def cpu_model() -> str:
     return name
 
 
-def command(argv: list[str]) -> str:
+def command(argv: list[str], variables: Mapping[str, str]) -> str:
     """Join the command line, with every path shortened to its last part.
 
-    Results are published, folder names are private.
+    Results are published, folder names are private. Settings of glibc's memory precede it: they can
+    double a ratio.
     """
-    words = [Path(argv[0]).name]
+    words = [f"{name}={value}" for name, value in variables.items() if name.startswith("MALLOC_")]
+    words.append(Path(argv[0]).name)
     for word in argv[1:]:
         option, equals, value = word.partition("=")
         if equals and "/" in value:

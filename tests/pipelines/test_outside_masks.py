@@ -203,6 +203,15 @@ def test_outside_one_backward_pass_and_no_gradient_where_none_is_wanted(labels):
         loss.backward()
 
 
+def test_outside_a_batch_may_be_empty(labels):
+    """As the last of a rank."""
+    logits = torch.empty(0, K, *SIZE, requires_grad=True)
+    masks = labels.soft_masks(range(N), VIEWS["crops"], SIZE)
+    masks = masks._replace(batch=masks.batch.map_tensors(lambda field: field[:0]))
+    sparse_loss(logits, masks).backward()
+    assert logits.grad.shape == logits.shape
+
+
 def test_outside_memory_of_a_gradient_is_used_again_when_no_tensor_has_it(labels):
     masks, logits = labels.soft_masks(range(N), VIEWS["crops"], SIZE), random_logits()
 

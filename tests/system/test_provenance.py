@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from densefeed.system.json_files import read_json
-from densefeed.system.provenance import cpu_model, write_json
+from densefeed.system.provenance import command, cpu_model, write_json
 
 
 def test_without_proc_the_cpu_is_its_architecture(monkeypatch):
@@ -44,3 +44,8 @@ def test_json_that_is_written_can_be_read(tmp_path):
     write_json(path, {"data": name, "loss": [math.nan, {"least": (-math.inf, 1.5)}]})
     wanted = {"data": r"x\udcffim", "loss": [None, {"least": [None, 1.5]}]}
     assert read_json(path, "remove it") == wanted
+
+
+def test_settings_of_memory_precede_a_command():
+    variables = {"HOME": "/root", "MALLOC_ARENA_MAX": "1"}
+    assert command(["a/x.py", "--out=b/c"], variables) == "MALLOC_ARENA_MAX=1 x.py --out=c"

@@ -27,13 +27,14 @@ LOG2_E = math.log2(math.e)
 class GradientMemory(threading.local):
     """The memory of a thread's last gradient on a CPU, for the next one if no tensor has it then.
 
-    It is kept until the thread ends. At the peak of a step, in the loss, a gradient exists anyway.
-    By default glibc gives a tensor of
-    more than 32 MB new pages each time, and to touch them first takes 40 % of the time of the loss.
+    By default glibc gives a tensor of more than 32 MB new pages each time, and touching them first
+    took 80 of 190 ms an image (docs/results/targets.md, on the Xeon). The memory is kept until the
+    thread ends. At the peak of a step, in the loss, a gradient exists anyway.
     """
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
+        # To what the last tensor's storage holds. It holds nothing yet: this set is gone at once.
         self._lease = weakref.ref(set())
 
     def take(self, like: Tensor) -> Tensor:
@@ -42,7 +43,7 @@ class GradientMemory(threading.local):
             return like.new_empty(like.shape)
         if self._bytes.nbytes != like.nbytes or self._lease() is not None:
             self._bytes = torch.empty(like.nbytes, dtype=torch.uint8, device="cpu")
-        # It lives as long as any tensor with this memory: their storage holds it.
+        # The storage of the new tensor, which its views share, is the only holder of this array.
         lease = self._bytes.numpy()
         self._lease = weakref.ref(lease)
         return torch.from_numpy(lease).view(like.dtype).view(like.shape)

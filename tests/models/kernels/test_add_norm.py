@@ -46,8 +46,11 @@ def exact(case, grads):
     return total.detach(), out.detach(), *found
 
 
-# As docs/results/gpu.md has them. More would let fewer warps run at a time.
-MOST_REGISTERS = {"forward_kernel": 56, "backward_kernel": 152}
+# By architecture, as docs/results/gpu.md has them. More would let fewer warps run at a time.
+MOST_REGISTERS = {
+    "forward_kernel": {80: 56, 90: 56, 100: 56},
+    "backward_kernel": {80: 152, 90: 128, 100: 136},
+}
 
 
 def check(found, want, bound):
@@ -100,7 +103,7 @@ def test_outside_sums_with_norms_compile_without_spills(name, stream, capability
     constants = {name: sizes[name] for name in ("D", "R", "BLOCK")}
     code = compile_kernel(kernel, types, constants, capability, True, subject.WARPS, aligned=True)
     stack, registers = read_resources(code)
-    assert (stack, registers <= MOST_REGISTERS[name]) == (0, True), registers
+    assert (stack, registers <= MOST_REGISTERS[name][capability]) == (0, True), registers
 
 
 @pytest.fixture

@@ -72,8 +72,12 @@ def test_outside_attention_in_the_interpreter():
     assert run_interpreted(__file__) == 2 * len(TOKENS) + 1
 
 
-# As docs/results/gpu.md has them.
-MOST_REGISTERS = {"forward_kernel": 168, "query_kernel": 210, "key_kernel": 255}
+# By architecture, as docs/results/gpu.md has them.
+MOST_REGISTERS = {
+    "forward_kernel": {80: 168, 90: 132, 100: 152},
+    "query_kernel": {80: 210, 90: 172, 100: 144},
+    "key_kernel": {80: 255, 90: 250, 100: 233},
+}
 
 
 @pytest.mark.slow
@@ -89,7 +93,7 @@ def test_outside_attention_compiles_without_spills(name, capability):
     kernel, types = getattr(subject, name), types | {"scale": "fp32"}
     code = compile_kernel(kernel, types, constants, capability, True, warps, aligned=True)
     stack, registers = read_resources(code)
-    assert (stack, registers <= MOST_REGISTERS[name]) == (0, True), registers
+    assert (stack, registers <= MOST_REGISTERS[name][capability]) == (0, True), registers
 
 
 def test_outside_chunks_cover_all_tokens():

@@ -243,9 +243,11 @@ for loader in early, whole, shared:
     except densefeed.UserError as error:
         ids = str(error).split("; ")
     os.write(1, f"rank {dist.get_rank()} {ids}\\n".encode())
+# One that leaves early takes its connection from another that is still at init_process_group.
+dist.barrier()
 dist.destroy_process_group()
 if rank == 0:
-    os.wait()
+    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
 """
     )
     done = command(tmp_path / "program.py", packed[0], tmp_path / "group")

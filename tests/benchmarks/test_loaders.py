@@ -133,12 +133,10 @@ def deliver_twice(name, data, threads):
     if reason:
         pytest.skip(reason)
     peer = PEERS[name].build(PeerConfig(data, threads, BATCH, SIZE))
-    before = torch.get_num_threads()
     try:
         return [list(peer.batches(epoch)) for epoch in range(2)]
     finally:
         peer.close()
-        torch.set_num_threads(before)
 
 
 # With score maps.

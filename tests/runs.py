@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import pytest
 import timm
 import torch
 from safetensors.torch import save_file
@@ -57,6 +58,14 @@ class SkipInitialization(TorchFunctionMode):
         if function in INITIALIZERS:
             return args[0] if args else kwargs["tensor"]
         return function(*args, **(kwargs or {}))
+
+
+def mark_slow(cases: dict[str, dict], *fast: str) -> list:
+    """Return parameters of a test, of which those that are not named are slow: they are alike."""
+    return [
+        pytest.param(fields, id=name, marks=[pytest.mark.slow] * (name not in fast))
+        for name, fields in cases.items()
+    ]
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from densefeed.system.options import with_options
 from densefeed.training import monitor
 from densefeed.training.guards import STOPPING, NonFiniteGuard
 
-from .runs import stopped_after, train_loader
+from .runs import mark_slow, stopped_after, train_loader
 
 ROOT = Path(__file__).parent.parent
 KILLS = int(os.environ.get("SOAK_KILLS", 3))
@@ -83,14 +83,6 @@ def state(out: Path) -> dict:
     }
 
 
-def mark_slow(cases: dict[str, dict], *fast: str) -> list:
-    """Return parameters of a test, of which those that are not named are slow: they are alike."""
-    return [
-        pytest.param(fields, id=name, marks=[pytest.mark.slow] * (name not in fast))
-        for name, fields in cases.items()
-    ]
-
-
 SPARSE = dict(
     model="bootstrapping_vit_s_sparse",
     model_kwargs=("depth=2",),
@@ -100,7 +92,7 @@ SPARSE = dict(
 )
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "fp16"])
 def test_sparse_attention_resumes_to_the_bit(micro, tmp_path, monkeypatch, precision):
     """Learned exponents, their moments and their EMA included; of fp16 the scale too."""
     fields = SPARSE | dict(precision=precision)
@@ -441,9 +433,9 @@ def damaged(path: Path, harm: str) -> None:
     [
         ("step-00000005.pt", "cut"),
         ("step-00000005.pt", "flipped"),
-        ("step-00000005.pt", "deleted"),
-        ("manifest.json", "cut"),
-        ("manifest.json", "deleted"),
+        pytest.param("step-00000005.pt", "deleted", marks=pytest.mark.slow),
+        pytest.param("manifest.json", "cut", marks=pytest.mark.slow),
+        pytest.param("manifest.json", "deleted", marks=pytest.mark.slow),
         ("manifest.json", "garbage"),
         ("both", "cut"),
     ],

@@ -354,6 +354,7 @@ def test_options_that_do_not_fit_leave_nothing(run, tmp_path, monkeypatch, field
     assert sorted(os.listdir()) == ["taken", "taken.pth"]
 
 
+@pytest.mark.slow
 def test_outside_the_command_writes_a_backbone_or_one_sentence(run, tmp_path, command):
     words = "tools/export.py", run, "--to", "mmdet-swin", "--out", tmp_path / "new" / "b.pth"
     # Stands for a full disk.

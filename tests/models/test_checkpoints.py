@@ -149,12 +149,12 @@ def wrap(kind, state, other):
 @pytest.mark.parametrize("key", ["state_dict", "model_state_dict", ""])
 def test_outside_prefixes_that_all_weights_share_are_removed(tmp_path, prefix, key):
     """As of a LightningModule, of a class of one's own, and of both and what PyTorch adds."""
-    model = timm.create_model("resnet10t", num_classes=3)
+    model = timm.create_model("test_resnet", num_classes=3)
     weights = {prefix + name: tensor for name, tensor in model.state_dict().items()}
     path = tmp_path / "wrapped.ckpt"
     torch.save({key: weights, "epoch": 3} if key else weights, path)
-    built, _ = checkpoints.build(path, "resnet10t")
-    other = timm.create_model("resnet10t", num_classes=3)
+    built, _ = checkpoints.build(path, "test_resnet")
+    other = timm.create_model("test_resnet", num_classes=3)
     checkpoints.initialize(other, path)
     for got in (built, other):
         assert all(map(torch.equal, got.state_dict().values(), model.state_dict().values()))
@@ -177,7 +177,7 @@ def test_outside_the_network_is_taken_from_among_other_tensors(
     tmp_path, capsys, others, taken, head
 ):
     """As of a LightningModule with a weighted loss, with EMA weights or a teacher."""
-    model, average = (timm.create_model("resnet10t", num_classes=3) for _ in range(2))
+    model, average = (timm.create_model("test_resnet", num_classes=3) for _ in range(2))
     state = model.state_dict()
     if not head:
         state = {name: t for name, t in state.items() if not name.startswith("fc.")}
@@ -196,22 +196,22 @@ def test_outside_the_network_is_taken_from_among_other_tensors(
     if taken:
         note = f"took the tensors of {taken}.*; {note}"
     if head:
-        built, _ = checkpoints.build(path, "resnet10t")
+        built, _ = checkpoints.build(path, "test_resnet")
         assert note in capsys.readouterr().out
         assert all(map(torch.equal, built.state_dict().values(), state.values()))
     else:
         with pytest.raises(checkpoints.CheckpointError, match=r"another name than fc.weight \("):
-            checkpoints.build(path, "resnet10t")
-    other = timm.create_model("resnet10t", num_classes=3)
+            checkpoints.build(path, "test_resnet")
+    other = timm.create_model("test_resnet", num_classes=3)
     assert note in checkpoints.initialize(other, path)
     assert all(torch.equal(other.state_dict()[name], tensor) for name, tensor in state.items())
 
 
 def test_outside_one_nested_dictionary_of_weights_is_taken_under_any_key(tmp_path):
-    model = timm.create_model("resnet10t", num_classes=3)
+    model = timm.create_model("test_resnet", num_classes=3)
     path, state = tmp_path / "x.pth", model.state_dict()
     torch.save({"network": state, "epoch": 3, "optimizer": {"state": {}, "lr": 0.1}}, path)
-    other = timm.create_model("resnet10t", num_classes=3)
+    other = timm.create_model("test_resnet", num_classes=3)
     checkpoints.initialize(other, path)
     assert all(map(torch.equal, other.state_dict().values(), state.values()))
     torch.save({"student": state, "teacher": state}, path)

@@ -27,6 +27,7 @@ from ..jpeg_files import loader_class
 
 ROOT = Path(__file__).parents[2]
 DALI = pytest.param("dali", marks=pytest.mark.dali)  # of a .beton
+SLOW_DALI = pytest.param("dali", marks=[pytest.mark.dali, pytest.mark.slow])
 LARGE = 64 * 224 * 224 * 3  # bytes of a batch's images where memory is measured
 # Seconds after which a process that does not end counts as hung. The interpreter and DALI take 1 to
 # 2 s of processor time to free all modules, which took 28 s with a load average of 12 on two cores,
@@ -369,7 +370,7 @@ def test_ctrl_c_interrupts_a_wait(child_of, slow, kind):
     assert "Exception ignored" not in traceback
 
 
-@pytest.mark.parametrize("kind", ["ffcv", DALI])
+@pytest.mark.parametrize("kind", ["ffcv", SLOW_DALI])
 def test_a_process_can_exit_with_everything_open(child_of, slow, kind):
     with child_of(kind, slow["ffcv"], 2, "go") as child:
         output, complaints = child.communicate(timeout=HUNG)

@@ -320,6 +320,7 @@ def count_done(out):
         return 0
 
 
+@pytest.mark.slow
 def test_outside_a_dataset_of_a_module_is_labeled_resumed_and_shared(
     words, photos, tmp_path, command
 ):

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torchvision.models.segmentation import lraspp_mobilenet_v3_large
-from transformers import SegformerConfig, SegformerForSemanticSegmentation
 
 import densefeed
 from densefeed.relabel.network import Network
@@ -68,6 +67,8 @@ def test_outside_a_coarse_output_stays_as_it_is():
 
 
 def test_outside_torchvisions_and_transformers_networks_are_teachers():
+    from transformers import SegformerConfig, SegformerForSemanticSegmentation
+
     torch.manual_seed(0)
     config = SegformerConfig(
         num_labels=K,

@@ -154,7 +154,7 @@ def much_exif() -> bytes:
     return buffer.getvalue()[:2] + 65 * segment + buffer.getvalue()[2:]
 
 
-ZEROS = zlib.compress(bytes(2**27), 9)
+ZEROS = zlib.compress(bytes(2**27), 1)
 BOMBS = {
     "JPEG": (header_jpeg(0xCA, 16_384), "--max-pixels 89478485"),
     "JPEG's coefficients": (header_jpeg(0xCA, 9_400, components=4), "--max-pixels 89478485"),

@@ -1,7 +1,5 @@
 """Headers of Parquet's pages: those of every writer's options, hostile ones, and stated sizes."""
 
-import subprocess
-import sys
 from contextlib import suppress
 from itertools import product
 
@@ -302,13 +300,19 @@ print("end")
 """
 
 
-@pytest.mark.parametrize("version", ["1.0", pytest.param("2.0", marks=pytest.mark.slow)])
-def test_outside_a_file_with_a_changed_header_is_one_sentence(tmp_path, version):
+@pytest.mark.parametrize(
+    ("version", "every"),
+    [
+        ("1.0", 4),
+        pytest.param("1.0", 1, marks=pytest.mark.slow),
+        pytest.param("2.0", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_outside_a_file_with_a_changed_header_is_one_sentence(tmp_path, command, version, every):
     options = {"data_page_version": version, "write_statistics": False}
     path, places = write_images(tmp_path / "x.parquet", **options), []
     for chunk, content in list(find_chunks(path))[:3]:
         first = chunk.dictionary_page_offset
         places += [first + n for at, end in find_headers(content) for n in range(at, end)]
-    command = [sys.executable, "-c", FLIP, path, *map(str, places)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = command("-c", FLIP, path, *places[::every])
     assert (done.stdout, done.returncode) == ("end\n", 0), done.stdout + done.stderr[-500:]

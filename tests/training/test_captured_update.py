@@ -12,7 +12,7 @@ from densefeed.models import checkpoints
 from densefeed.pipelines.augment.augmentation import Augmentation
 from densefeed.training.student import Student
 
-from ..runs import records
+from ..runs import mark_slow, records
 from ..test_train import AUGMENTED
 from .spied_run import stopped_after
 from .tape import PATCHES, Tape
@@ -56,10 +56,9 @@ def masked(monkeypatch):
     monkeypatch.setattr("densefeed.training.compile.skip_dropped", lambda model, skip: None)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_captured_updates_equal_plain_ones(micro, tmp_path, tapes, masked, name):
+@pytest.mark.parametrize("fields", mark_slow(CASES, "token labels", "drloc"))
+def test_captured_updates_equal_plain_ones(micro, tmp_path, tapes, masked, fields):
     """Inputs, seeds, rates and step numbers are new in every replay."""
-    fields = CASES[name]
     training.train(micro(tmp_path / "plain", **fields))
     assert not tapes()
     training.train(micro(tmp_path / "graph", compile="graph", **fields))

@@ -622,6 +622,7 @@ def test_docs_list_all_models_of_the_papers():
     assert set(timm.list_models(["dhvt*", "cvt*", "t2t*"], exclude_filters="*micro")) <= built
 
 
+@pytest.mark.slow
 def test_outside_help_lists_papers_and_each_its_recipes(command):
     """The list of all recipes was the first screen of --help, and 400 lines long."""
     listed, own, *papers = (

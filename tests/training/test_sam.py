@@ -134,7 +134,7 @@ def test_a_gradient_of_zeros_moves_nothing():
         dict(drop_path=0.5, microbatch=2),
         dict(precision="fp16"),
         # Gradients of weights that two networks share are combined before they move the weights.
-        SHARED_AGENT,
+        pytest.param(SHARED_AGENT, marks=pytest.mark.slow),
         pytest.param(dict(compile="blocks"), marks=pytest.mark.slow),
     ],
     ids=["parts", "fp16", "shared", "compiled"],

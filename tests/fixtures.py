@@ -130,10 +130,13 @@ def environment_of_the_test():
     preloaded.py). With two threads in each of two workers on two cores, 1,300 tests of models took
     twice the processor time (165 against 83 s).
     """
-    threads = torch.get_num_threads()
-    with mock.patch.dict(os.environ):
-        yield
+    threads, before = torch.get_num_threads(), dict(os.environ)
+    yield
     torch.set_num_threads(threads)
+    # mock.patch.dict() sets every variable again, which takes 0.4 ms of each of 8,000 tests.
+    if dict(os.environ) != before:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @pytest.fixture(scope="session")

@@ -51,7 +51,7 @@ TRAININGS = {
 STEPS = [n for n, recipe in RECIPES.items() if not OBJECTIVES[recipe().objective.name].waits]
 # How names of jobs end that compile, which takes minutes, are like a fast one, or count launches of
 # a large model, 5 s.
-SLOW = ("blocks", "graph", "on the device", "never", "levers")
+SLOW = ("blocks", "graph", "on the device", "never", "levers", "kernels")
 LIMIT, SLOW_LIMIT = 600, 2400
 
 
@@ -98,7 +98,7 @@ def result(runtime, run_once, tmp_path, request):
     def get(name):
         # The second device last: it remains the current one.
         fast = [n for n in TRAININGS if not n.endswith(SLOW)]
-        fast += ["calls", "kernels", "head", "cuda:1"]
+        fast += ["calls", "head", "cuda:1"]
         names = STEPS if name in RECIPES else [name] if name.endswith(SLOW) else fast
         return run_once(names[0].replace(" ", "-"), lambda: run(names))[name]
 
@@ -182,6 +182,7 @@ def test_a_training_on_the_second_device_leaves_the_first_alone(result):
     assert [name for name in counts if name.endswith("on device 0")] == []
 
 
+@pytest.mark.slow
 def test_kernels_run_on_the_device_of_their_tensors(result):
     """Triton launches on the current device, whatever the tensors' device is."""
     counts = result("kernels")["counts"]

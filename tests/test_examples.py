@@ -80,12 +80,9 @@ def read_accuracies(printed: str) -> list[float]:
     return [float(accuracy) for (accuracy,) in found]
 
 
-def run_notebook(command, folder: Path, train: int = 3000, val: int = 1000) -> list[float]:
-    """Run the cells as a script, without Jupyter, with these numbers of scenes."""
+def run_notebook(command, folder: Path) -> list[float]:
+    """Run the cells as a script, without Jupyter."""
     code = "\n\n".join("".join(cell["source"]) for cell in read_cells("code"))
-    sizes = "train, val = Scenes({}, val=False), Scenes({}, val=True)"
-    assert code.count(sizes.format(3000, 1000)) == 1
-    code = code.replace(sizes.format(3000, 1000), sizes.format(train, val))
     (folder / "notebook.py").write_text(code)
     done = command("notebook.py", cwd=folder, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -98,11 +95,6 @@ def check_accuracies(accuracies: list[float]) -> None:
     assert min(teacher, maps) > 97
     assert 80 < by_image < by_token
     assert by_token > 91
-
-
-def test_outside_every_cell_of_the_notebook_runs(tmp_path, command):
-    accuracies = run_notebook(command, tmp_path, train=60, val=20)
-    assert all(0 <= accuracy <= 100 for accuracy in accuracies)
 
 
 @pytest.mark.slow

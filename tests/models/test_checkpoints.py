@@ -93,7 +93,7 @@ def save(content, path):
     [
         ("lvvit_t", 224, 197, 8_534_720),
         ("lvvit_s", 224, 197, 26_151_824),
-        ("lvvit_s", 384, 577, 26_297_744),
+        pytest.param("lvvit_s", 384, 577, 26_297_744, marks=pytest.mark.slow),
     ],
 )
 def test_published_files_give_bit_identical_logits_however_loaded(

@@ -35,6 +35,7 @@ def configs(run_once):
     return {name: Config.from_dict(fields) for name, fields in rows.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_the_model_of_every_row_can_be_built(configs, name):
     with meta_device():

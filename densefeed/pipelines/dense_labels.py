@@ -203,7 +203,7 @@ class StoredLabels:
             shown=shown.float(),
             index=torch.from_numpy(rows),
             repeat=torch.zeros(len(rows), dtype=torch.int64),
-            weight=torch.ones(len(rows)),
+            weight=torch.ones(len(rows), dtype=torch.float32),
             map_logit=torch.from_numpy(maps.logit),
             map_class=torch.from_numpy(maps.cls),
             map_lse=torch.from_numpy(maps.lse),

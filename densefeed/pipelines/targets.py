@@ -132,7 +132,9 @@ def sample_points(extent: Tensor, grid: int, most: int) -> tuple[Tensor, Tensor,
     """
     # The guard keeps a box of exactly P cells at one sample where rounding makes it 14.000001.
     count = (extent / grid - 1e-5).ceil().clamp(1, most)
-    within = (torch.arange(most, device=extent.device) + 0.5) / count[..., None]
+    # With integers the result would have PyTorch's default dtype, which a script may have set.
+    middles = torch.arange(most, dtype=extent.dtype, device=extent.device) + 0.5
+    within = middles / count[..., None]
     points = (torch.arange(grid, device=extent.device)[:, None] + within[:, :, None]) / grid
     return points, (within < 1)[:, :, None], count
 

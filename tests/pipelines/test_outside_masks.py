@@ -87,6 +87,27 @@ def test_outside_the_loss_of_pixels_is_that_of_a_grid_of_tokens(labels, view, ru
     torch.testing.assert_close(logits.grad.double(), grad, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("rules", RULES)
+def test_outside_a_default_dtype_of_64_bits_changes_no_loss_of_float32(labels, rules):
+    """As in scripts that call torch.set_default_dtype; targets are then sampled in float64."""
+    found, tokens = [], []
+    for dtype in (torch.float32, torch.float64):
+        logits = random_logits().detach().requires_grad_()
+        torch.set_default_dtype(dtype)
+        try:
+            masks = labels.soft_masks(range(N), VIEWS["crops"], SIZE, RULES[rules])
+            loss = sparse_loss(logits, masks)
+            loss.backward()
+            targets = labels.targets(range(N), VIEWS["crops"], (4, 4), RULES[rules])
+            tokens.append(sparse_loss(torch.ones(N, 16, K, dtype=torch.float32), targets))
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append((loss, logits.grad))
+    assert found[1][0].dtype == tokens[1].dtype == torch.float32
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(tokens[1], tokens[0], rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 def test_outside_logits_of_16_bits_are_summed_in_float32(labels, name):
     logits = random_logits(getattr(torch, name))

@@ -89,7 +89,7 @@ def test_outside_the_loss_of_pixels_is_that_of_a_grid_of_tokens(labels, view, ru
 
 @pytest.mark.parametrize("rules", RULES)
 def test_outside_a_default_dtype_of_64_bits_changes_no_loss_of_float32(labels, rules):
-    """As in scripts that call torch.set_default_dtype; targets are then sampled in float64."""
+    """As in scripts that call torch.set_default_dtype; samples had places in float64 once."""
     found, tokens = [], []
     for dtype in (torch.float32, torch.float64):
         logits = random_logits().detach().requires_grad_()

@@ -133,8 +133,8 @@ def environment_of_the_test():
     threads, before = torch.get_num_threads(), dict(os.environ)
     yield
     torch.set_num_threads(threads)
-    # mock.patch.dict() sets every variable again, which takes 0.4 ms of each of 8,000 tests. pytest
-    # itself changes this one between the phases of a test.
+    # Unlike mock.patch.dict() only after a change: setting all takes 0.4 ms in each of 8,000 tests.
+    # pytest sets this one in every phase of a test.
     before["PYTEST_CURRENT_TEST"] = os.environ["PYTEST_CURRENT_TEST"]
     if dict(os.environ) != before:
         os.environ.clear()

@@ -35,7 +35,7 @@ def configs(run_once):
     return {name: Config.from_dict(fields) for name, fields in rows.items()}
 
 
-# Every sixth row, which are of all kinds; the others are slow.
+# Every sixth row is fast: there are some of each family of models.
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * bool(k % 6)) for k, n in enumerate(RUNS)]
 )

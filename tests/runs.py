@@ -69,6 +69,17 @@ def mark_slow(cases: dict[str, dict], *fast: str) -> list:
 
 
 @contextmanager
+def default_dtype(dtype: torch.dtype):
+    """Set PyTorch's default dtype, as some scripts do."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
 def meta_device():
     """Build models on the meta device without initialization, in a quarter of the time.
 

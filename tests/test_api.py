@@ -28,7 +28,7 @@ from densefeed.training.config import Config
 
 from .fixtures import photograph
 from .pipelines.test_targets import dense_targets, densify
-from .runs import step_for, train_loader
+from .runs import default_dtype, step_for, train_loader
 from .stores import write_store
 
 
@@ -94,6 +94,18 @@ def test_losses_are_those_of_train_py(loader, packed, mixing):
     theirs = step_for(config, other, twin)
     assert [theirs.losses(twin, batch)[0]().item() for batch in theirs.batches(1)] == ours
     other.close()
+
+
+@pytest.mark.parametrize("mixing", [dict(mixtoken=True), dict(cutmix=1.0, mixup=0.8)])
+def test_outside_a_default_dtype_of_64_bits_changes_no_loss(loader, mixing):
+    """A network of float32 in a script that calls torch.set_default_dtype, to the bit."""
+    model, losses = make_model(loader, img_size=32).train(), []
+    augment = dict(rand_augment="rand-m9-mstd0.5-inc1", erase_probability=0.25)
+    for dtype in (torch.float32, torch.float64):
+        with default_dtype(dtype):
+            step = densefeed.build_step(loader, model, **augment | mixing)
+            losses.append([step(model, batch) for batch in step.batches(1)])
+    torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("objective", ["token-label", "relabel", "ce"])

@@ -103,7 +103,8 @@ class Mixing(NamedTuple):
         if options.mixtoken:
             # MixOptions refuses CutMix beside MixToken, so no other box is overwritten.
             box, size = plan.mix_box(epoch, step, grid), grid
-        return Mix(torch.tensor(box).float(), torch.tensor(blend), size)
+        box_tlbr, share = (torch.tensor(drawn, dtype=torch.float32) for drawn in (box, blend))
+        return Mix(box_tlbr, share, size)
 
 
 def combine_shares(one: Tensor, other: Tensor) -> Tensor:
@@ -121,7 +122,7 @@ def box_map(mix: Mix, grid: Grid) -> Tensor:
     down, across = zip(split_grid(mix.grid), split_grid(grid), strict=True)
 
     def find_edges(units: int, cells: int) -> Tensor:
-        return torch.arange(cells + 1, device=top.device) * (units / cells)
+        return torch.arange(cells + 1, dtype=top.dtype, device=top.device) * (units / cells)
 
     def cover(low: Tensor, high: Tensor, edges: Tensor, units: int, cells: int) -> Tensor:
         # The box has whole units of `mix.grid`, so it may cover a part of a cell.

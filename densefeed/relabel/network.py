@@ -116,7 +116,8 @@ class Network(nn.Module):
         self.interpolation = Image.Resampling[config["interpolation"].upper()]
         # Pictures are uint8: scaling mean and std once saves dividing every picture by 255.
         for key in ("mean", "std"):
-            self.register_buffer(key, torch.tensor(config[key]).view(1, 3, 1, 1) * 255)
+            color = torch.tensor(config[key], dtype=torch.float32)
+            self.register_buffer(key, color.view(1, 3, 1, 1) * 255)
         source, target, self.num_classes = class_map or (None, None, None)
         # Buffers, so that they move to the device with the model.
         self.register_buffer("source", source)

@@ -16,6 +16,7 @@ from densefeed.pipelines import masks as masks_module
 from densefeed.storage.images import Images
 from densefeed.storage.row_codecs import ScoreMaps
 
+from ..runs import default_dtype
 from ..stores import write_store
 
 N, K, SIDE, SIZE = 3, 8, 6, (11, 7)
@@ -93,15 +94,12 @@ def test_outside_a_default_dtype_of_64_bits_changes_no_loss_of_float32(labels, r
     found, tokens = [], []
     for dtype in (torch.float32, torch.float64):
         logits = random_logits().detach().requires_grad_()
-        torch.set_default_dtype(dtype)
-        try:
+        with default_dtype(dtype):
             masks = labels.soft_masks(range(N), VIEWS["crops"], SIZE, RULES[rules])
             loss = sparse_loss(logits, masks)
             loss.backward()
             targets = labels.targets(range(N), VIEWS["crops"], (4, 4), RULES[rules])
             tokens.append(sparse_loss(torch.ones(N, 16, K, dtype=torch.float32), targets))
-        finally:
-            torch.set_default_dtype(torch.float32)
         found.append((loss, logits.grad))
     assert found[1][0].dtype == tokens[1].dtype == torch.float32
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)

@@ -24,7 +24,7 @@ from densefeed.storage.store_folder import read_manifest
 from densefeed.system.errors import UserError
 
 from ..fixtures import photograph
-from ..runs import label_words
+from ..runs import default_dtype, label_words
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 COUNT = 13
@@ -83,6 +83,12 @@ def test_outside_a_subset_has_the_maps_of_its_items(photos, teacher, maps, tmp_p
     rows = [9, 2, 11, 4]
     subset = torch.utils.data.Subset(ImageFolder(photos), rows)
     check_equal(densefeed.label(subset, teacher, tmp_path / "maps.h5", **HOW), maps, rows)
+
+
+def test_outside_a_default_dtype_of_64_bits_changes_no_map(photos, teacher, maps, tmp_path):
+    """A teacher of float32 in a script that calls torch.set_default_dtype."""
+    with default_dtype(torch.float64):
+        check_equal(densefeed.label(photos, teacher, tmp_path / "maps.h5", **HOW), maps)
 
 
 def test_outside_options_are_those_of_the_command(photos, teacher, tmp_path, capsys):

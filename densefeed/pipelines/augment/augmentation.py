@@ -49,7 +49,8 @@ class Normalize(torch.nn.Module):
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
         super().__init__()
-        scale, mean = 1 / (255 * torch.tensor(std)), torch.tensor(mean)
+        mean, std = (torch.tensor(color, dtype=torch.float32) for color in (mean, std))
+        scale = 1 / (255 * std)
         self.register_buffer("scale", scale)
         self.register_buffer("shift", -mean * 255 * scale)
 

@@ -148,8 +148,8 @@ def warp_by_gather(
     red, green, blue = image_NHWC.unbind(-1)
     # One gather serves three channels.
     packed = torch.stack([red, green, blue, blue], -1).view(torch.int32).flatten()
-    x_W = torch.arange(W, device=device) + 0.5
-    y_H1 = torch.arange(H, device=device)[:, None] + 0.5
+    x_W, y_H = (torch.arange(side, dtype=torch.float32, device=device) + 0.5 for side in (W, H))
+    y_H1 = y_H[:, None]
     along = matrix_N23[:, :, :, None, None]
     inside, axes = True, []
     for axis, extent in ((0, W), (1, H)):
@@ -164,7 +164,7 @@ def warp_by_gather(
     # holds each exactly.
     unit = 1 << (torch.arange(3, dtype=torch.int32, device=device) * 8).view(3, 1, 1, 1)
     mask = 255 * unit
-    total_3NHW = torch.zeros(3, N, H, W, device=device)
+    total_3NHW = torch.zeros(3, N, H, W, dtype=torch.float32, device=device)
     before_N11 = torch.arange(N, dtype=torch.int32, device=device).view(N, 1, 1) * H
     for row, row_weight in axes[1]:
         # The rows of the images before this one.

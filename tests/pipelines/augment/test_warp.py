@@ -10,6 +10,8 @@ from PIL import Image
 from densefeed.pipelines.augment.settings import GEOMETRIC, make_matrix
 from densefeed.pipelines.augment.warp import tap_weights, warp_by_gather, warp_images
 
+from ...runs import default_dtype
+
 FILL = (124, 116, 104)
 ARGUMENTS = {
     "Rotate": (-30.0, 0.0, 7.3, 27.0),
@@ -150,6 +152,16 @@ def test_two_integer_translations_equal_pillows_two():
             FILL,
         )
         assert np.array_equal(got[0], np.asarray(picture))
+
+
+@pytest.mark.parametrize("way", [warp_images, warp_by_gather])
+def test_outside_a_default_dtype_of_64_bits_changes_no_pixel(images, way):
+    matrix = torch.tensor([[0.9, 0.2, 1.3], [-0.2, 0.9, 0.1]], dtype=torch.float32).expand(3, 2, 3)
+    cubic, found = torch.tensor([0, 1, 1], dtype=torch.float32), []
+    for dtype in (torch.float32, torch.float64):
+        with default_dtype(dtype):
+            found.append(way(images, matrix, cubic, FILL))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("way", [warp_images, warp_by_gather])

@@ -159,18 +159,21 @@ def run_labeling(
         if labeling.shard:
             print(f"--dry-run does not read --shard {labeling.shard}: this is the whole pass")
         return None
+    # With masks, labels are 0 or the class of most pixels, which says nothing about a teacher.
+    has_labels = labeling.dataset != "masks"
     if labeling.engine == "ray":
         # Workers take the options without those of the engine.
         options = replace(labeling, engine="none", num_workers=0, gpus_per_worker=1.0)
         run_on_ray(options, label_shards, labeling.num_workers, labeling.gpus_per_worker)
         store = None if isinstance(out, ObjectURL) else ScoreMapStore(out)
     else:
-        store = label_shards(labeling, is_first, items, teachers)
+        work = begin(labeling, is_first, items, teachers)
+        has_labels = work.images.masks is None
+        store = run_pass(labeling, work, is_first)
     if store is not None:
         print(summary(store))
         named = [each for each in teachers or labeling.teacher if isinstance(each, str)]
-        # Images with masks have no labels.
-        if labeling.dataset != "masks":
+        if has_labels:
             print_accuracy(store, describe_training(named, store.header.fingerprint))
     elif labeling.shard and is_first:
         print(
@@ -207,25 +210,23 @@ def describe_validation(path: Path) -> str:
     return f", and its validation accuracy was {100 * top1:.1f} %"
 
 
-def label_shards(
-    labeling: Labeling,
-    shows: bool = False,
-    items: DatasetItems | None = None,
-    teachers: Sequence[str | nn.Module] = (),
-) -> ScoreMapStore | None:
+def label_shards(labeling: Labeling) -> None:
+    """Label as one of the workers that Ray starts."""
+    run_pass(labeling, begin(labeling))
+
+
+def run_pass(labeling: Labeling, work: Pass, shows: bool = False) -> ScoreMapStore | None:
     """Label as one of the workers; the store in the one that completes it.
 
-    `shows`: whether this process shows the progress of all. `items` and `teachers` are those of
-    `run_labeling`.
+    `shows`: whether this process shows the progress of all.
     """
     share = Share.parse(labeling.shard) if labeling.shard else ALL
-    work = begin(labeling, shows, items, teachers)
     return label(work, labeling.out, shard_images=labeling.shard_images, share=share, shows=shows)
 
 
 def begin(
     labeling: Labeling,
-    shows: bool,
+    shows: bool = False,
     items: DatasetItems | None = None,
     teachers: Sequence[str | nn.Module] = (),
 ) -> Pass:

@@ -27,6 +27,7 @@ from densefeed.storage.dataset_names import MOST_CLASSES, SPLITS, check_label, l
 from densefeed.storage.datasets import check_labels, describe_classes
 from densefeed.storage.image_shards import IMAGE_COLUMNS
 from densefeed.storage.images import SIZED_FILES, explain, read_encoded, sample_evenly
+from densefeed.storage.mask_folder import MaskFolder
 from densefeed.system.errors import UserError, first_line
 from densefeed.system.factories import call_factory
 from densefeed.system.files import open_regular
@@ -64,6 +65,8 @@ class DatasetItems:
         count = len(dataset)
         self.paths = [f"item-{index:08d}" for index in range(count)]
         self._columns, self._files = find_columns(dataset, name), list_files(dataset)
+        # As of `--dataset masks`, to which `Images` gives it.
+        self.masks = dataset if isinstance(dataset, MaskFolder) else None
         self._digests: dict[int, int] = {}
         sampled = {index: self._compare(index) for index in sample_evenly(count, SAMPLED).tolist()}
         self.labels = self._find_labels(sampled)

@@ -1,10 +1,12 @@
 """Segmentation networks as teachers: any module that gives a map of logits is labeled with."""
 
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 from torchvision.models.segmentation import lraspp_mobilenet_v3_large
@@ -139,6 +141,35 @@ def test_outside_a_pass_is_not_resumed_at_another_side(photos, tmp_path):
     densefeed.label(photos, Segmenter(), folder, shard_images=3, **HOW)
     with pytest.raises(UserError, match="side"):
         densefeed.label(photos, Segmenter(), folder, shard_images=3, map_side=32, **HOW)
+
+
+@pytest.fixture
+def with_masks(tmp_path):
+    """Four images with masks, in the plain layout."""
+    rng, root = np.random.default_rng(0), tmp_path / "masked"
+    for name in ("images", "masks"):
+        (root / name).mkdir(parents=True)
+    for number in range(4):
+        photograph(rng, 40, 40).save(root / "images" / f"{number}.png")
+        Image.fromarray(rng.integers(0, 3, (40, 40), np.uint8)).save(root / f"masks/{number}.png")
+    (root / "classes.txt").write_text("a\nb\nc\n")
+    return root
+
+
+@pytest.mark.parametrize("way", ["object", "factory", "command"])
+def test_outside_no_accuracy_is_printed_for_images_with_masks(
+    with_masks, tmp_path, capsys, monkeypatch, way
+):
+    """It compared each map with one class, and advised on training classifiers."""
+    factory = SimpleNamespace(make=lambda: densefeed.MaskFolder(with_masks))
+    monkeypatch.setitem(sys.modules, "masks_of_a_user", factory)
+    data = {"object": factory.make(), "factory": "masks_of_a_user:make", "command": with_masks}
+    options = HOW | dict(dataset="masks") if way == "command" else HOW
+    store = densefeed.label(data[way], Segmenter(), tmp_path / "maps.h5", **options)
+    assert len(store) == 4
+    printed = capsys.readouterr().out
+    assert "4 raw maps" in printed
+    assert "accuracy of" not in printed
 
 
 def make_teacher():

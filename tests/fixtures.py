@@ -281,6 +281,12 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def three_runs(monkeypatch):
+    """Let `densefeed validate` time a model by three runs and not for a second."""
+    monkeypatch.setattr("densefeed.tools.validate.MODEL_SECONDS", 0.0)
+
+
 @pytest.fixture(scope="session")
 def packed(folder, maps, tmp_path_factory) -> tuple[Path, Path]:
     """The small folder as .beton files: (train with maps, val)."""

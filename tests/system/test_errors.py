@@ -177,7 +177,8 @@ def test_a_url_that_was_read_as_a_path_is_not_said_to_be_missing():
 ROOT = Path(errors.__file__).parents[2]
 
 
-@pytest.mark.parametrize("package", ["torch", "tyro"])
+# torch is imported before the second.
+@pytest.mark.parametrize("package", ["torch", pytest.param("tyro", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "words",
     [
@@ -220,6 +221,7 @@ def test_outside_the_command_without_its_packages_is_one_sentence():
     assert done.stderr.startswith(f"error: {sys.executable} lacks the package ")
 
 
+@pytest.mark.slow
 def test_outside_a_script_of_a_user_keeps_pythons_ctrl_c():
     script = "import densefeed, signal; print(signal.getsignal(2) is signal.default_int_handler)"
     words = sys.executable, "-c", script

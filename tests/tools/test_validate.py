@@ -27,12 +27,7 @@ from densefeed.tools.validate import Validation, match_classes
 WNIDS = ImageNetInfo().label_names()
 COLUMNS = list(range(7, 1000, 90))  # twelve of ImageNet's classes, in order
 SIZE = 48
-
-
-@pytest.fixture(autouse=True)
-def _hurried(monkeypatch):
-    """Time the model alone over three runs only, since no test reads its speed."""
-    monkeypatch.setattr(validate, "MODEL_SECONDS", 0.0)
+pytestmark = pytest.mark.usefixtures("three_runs")
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ CE = dict(objective="ce", mixtoken=False)
 CLASSES = {"ant": 8, "bee": 13, "cat": 4}
 # round(n / 4) of 8, 13 and 4.
 VALIDATION = {"ant": 2, "bee": 3, "cat": 1}
+pytestmark = pytest.mark.usefixtures("three_runs")
 
 
 @pytest.fixture(scope="module")

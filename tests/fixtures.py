@@ -115,9 +115,12 @@ def no_host_read():
 
 @pytest.fixture(scope="session", autouse=True)
 def frozen_modules():
-    """Exclude all imported modules from garbage collection, which takes 0.6 s with them."""
-    gc.collect()
+    """Exclude all imported modules from garbage collection, which takes 0.6 s with them.
+
+    conftest.py turned it off until here.
+    """
     gc.freeze()
+    gc.enable()
     yield
     gc.unfreeze()  # Triton prints at exit which of its objects were not freed
 

@@ -49,18 +49,20 @@ class S3Server:
 
     def make_bucket(self) -> ObjectURL:
         """Create an empty bucket."""
-        name = f"bucket-{uuid4().hex}"
-        self.request("PUT", f"/{name}")
-        return ObjectURL(f"s3://{name}")
+        bucket = ObjectURL(f"s3://bucket-{uuid4().hex}")
+        self.request("PUT", bucket)
+        return bucket
 
     def remove_bucket(self, bucket: ObjectURL) -> None:
         """Remove a bucket that is empty."""
-        self.request("DELETE", f"/{bucket.removeprefix('s3://')}")
+        self.request("DELETE", bucket)
 
-    def request(self, method: str, path: str) -> None:
-        """Send a request without a body, past the proxies of the environment."""
+    def request(
+        self, method: str, url: ObjectURL, body: bytes = b"", headers: dict | None = None
+    ) -> None:
+        """Send a request past the proxies of the environment."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        connection.request(method, path)
+        connection.request(method, url.removeprefix("s3:/"), body, headers or {})
         assert connection.getresponse().status < 300
         connection.close()
 

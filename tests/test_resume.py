@@ -634,7 +634,7 @@ KILLED = {
 }
 
 
-@pytest.mark.parametrize("fields", mark_slow(KILLED, "one size", "joint"))
+@pytest.mark.parametrize("fields", mark_slow(KILLED, "one size"))
 def test_run_killed_in_an_evaluation_repeats_only_the_evaluation(
     micro, tmp_path, monkeypatch, fields
 ):

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import scipy.special
-import scipy.stats
 import torch
 from PIL import Image
 from torchvision.ops import roi_align
@@ -260,6 +259,9 @@ def test_tokens_count_by_their_weight(label):
 
 def test_means_are_over_images():
     """An image counts once, however many tokens of its crops have a weight."""
+    # This import takes 0.7 s.
+    import scipy.stats
+
     rng = np.random.default_rng(0)
     weight = np.repeat(rng.uniform(0, 9, (6, 4, 1)), 3, axis=2)
     value, part = rng.uniform(0, 1, (6, 4, 3)), rng.uniform(size=(6, 4)) < 0.6

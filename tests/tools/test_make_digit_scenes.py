@@ -6,7 +6,6 @@ import sys
 import numpy as np
 import pytest
 from PIL import Image
-from sklearn.datasets import load_digits
 
 from densefeed.system.errors import UserError
 from densefeed.tools.make_digit_scenes import Scenes, load_scans, main
@@ -42,6 +41,9 @@ def test_outside_missing_packages_of_the_scenes_are_a_sentence(tmp_path, monkeyp
 
 
 def test_every_scan_is_in_exactly_one_split():
+    # This import takes 0.9 s.
+    from sklearn.datasets import load_digits
+
     scans = load_scans()
     seen = {split: {scan.tobytes() for group in scans[split] for scan in group} for split in scans}
     assert not seen["train"] & seen["val"]

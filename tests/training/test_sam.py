@@ -132,7 +132,7 @@ def test_a_gradient_of_zeros_moves_nothing():
     "fields",
     [
         dict(drop_path=0.5, microbatch=2),
-        dict(precision="fp16"),
+        pytest.param(dict(precision="fp16"), marks=pytest.mark.slow),
         # Gradients of weights that two networks share are combined before they move the weights.
         pytest.param(SHARED_AGENT, marks=pytest.mark.slow),
         pytest.param(dict(compile="blocks"), marks=pytest.mark.slow),

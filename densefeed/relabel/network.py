@@ -116,13 +116,21 @@ class Network(nn.Module):
         self.interpolation = Image.Resampling[config["interpolation"].upper()]
         # Pictures are uint8: scaling mean and std once saves dividing every picture by 255.
         for key in ("mean", "std"):
-            color = torch.tensor(config[key], dtype=torch.float32)
+            color = torch.tensor(config[key], dtype=self._input_dtype())
             self.register_buffer(key, color.view(1, 3, 1, 1) * 255)
         source, target, self.num_classes = class_map or (None, None, None)
         # Buffers, so that they move to the device with the model.
         self.register_buffer("source", source)
         self.register_buffer("target", target)
         self._check_model()
+
+    def _input_dtype(self) -> torch.dtype:
+        """Return float32, or float64 for a model in float64.
+
+        PyTorch's default, which a script may have set, is that of neither.
+        """
+        weight = next((p for p in self.model.parameters() if p.is_floating_point()), None)
+        return torch.float32 if weight is None else torch.promote_types(weight.dtype, torch.float32)
 
     def _check_model(self) -> None:
         """Raise UserError if the classifier is missing or cannot be applied to cells."""

@@ -167,9 +167,10 @@ def run_labeling(
         run_on_ray(options, label_shards, labeling.num_workers, labeling.gpus_per_worker)
         store = None if isinstance(out, ObjectURL) else ScoreMapStore(out)
     else:
+        share = Share.parse(labeling.shard) if labeling.shard else ALL
         work = begin(labeling, is_first, items, teachers)
-        has_labels = work.images.masks is None
-        store = run_pass(labeling, work, is_first)
+        has_labels, images = work.images.has_labels, labeling.shard_images
+        store = label(work, out, shard_images=images, share=share, shows=is_first)
     if store is not None:
         print(summary(store))
         named = [each for each in teachers or labeling.teacher if isinstance(each, str)]
@@ -212,16 +213,7 @@ def describe_validation(path: Path) -> str:
 
 def label_shards(labeling: Labeling) -> None:
     """Label as one of the workers that Ray starts."""
-    run_pass(labeling, begin(labeling))
-
-
-def run_pass(labeling: Labeling, work: Pass, shows: bool = False) -> ScoreMapStore | None:
-    """Label as one of the workers; the store in the one that completes it.
-
-    `shows`: whether this process shows the progress of all.
-    """
-    share = Share.parse(labeling.shard) if labeling.shard else ALL
-    return label(work, labeling.out, shard_images=labeling.shard_images, share=share, shows=shows)
+    label(begin(labeling), labeling.out, shard_images=labeling.shard_images)
 
 
 def begin(

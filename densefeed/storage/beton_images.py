@@ -70,7 +70,7 @@ class BetonImages(Images):
     """
 
     def __init__(self, path: Path, split: str = "train") -> None:
-        self.root, self.whole, self.rows, self.masks = path, None, None, None
+        self.root, self.whole, self.rows = path, None, None
         self._split, self._reads_split, self._blocks = split, False, None
         self._beton = open_matching(path)
         self.labels, self.where = self._beton.labels, self._beton.where

@@ -65,15 +65,15 @@ class DatasetItems:
         count = len(dataset)
         self.paths = [f"item-{index:08d}" for index in range(count)]
         self._columns, self._files = find_columns(dataset, name), list_files(dataset)
-        # As of `--dataset masks`, to which `Images` gives it.
-        self.masks = dataset if isinstance(dataset, MaskFolder) else None
+        self.has_labels = not holds_masks(dataset)
         self._digests: dict[int, int] = {}
         sampled = {index: self._compare(index) for index in sample_evenly(count, SAMPLED).tolist()}
         self.labels = self._find_labels(sampled)
         names = list_classes(dataset, name)
         self.class_names = names or [str(n) for n in range(int(self.labels.max()) + 1)]
         check_labels(name, self)
-        describe_classes(name, self)
+        if self.has_labels:
+            describe_classes(name, self)
 
     @classmethod
     def load(cls, source: str) -> "DatasetItems":
@@ -252,6 +252,15 @@ def check_dataset(dataset: Any, name: str) -> None:
 def find_image(item: Mapping) -> str:
     """Return the column of an item's image."""
     return next((name for name in IMAGE_COLUMNS if name in item), IMAGE_COLUMNS[0])
+
+
+def holds_masks(dataset: Any) -> bool:
+    """Whether a dataset is a `MaskFolder`, or made of parts of some."""
+    if isinstance(dataset, Subset):
+        return holds_masks(dataset.dataset)
+    if isinstance(dataset, ConcatDataset):
+        return any(map(holds_masks, dataset.datasets))
+    return isinstance(dataset, MaskFolder)
 
 
 def find_columns(dataset: Any, name: str) -> tuple[str, str] | None:

@@ -182,9 +182,11 @@ class Images:
         where: a function that returns the name of image `index` for error messages.
         is_object: whether they are those of a dataset object.
         masks: hard masks of the whole set, `MaskFolder`, if the dataset has them; else None.
+        has_labels: whether labels are those of images; with masks they are 0, or the class of most
+            pixels.
     """
 
-    is_object = False
+    is_object, has_labels = False, True
     _hash_files: Callable[[Sequence[int]], str] | None = None
 
     def __init__(
@@ -206,6 +208,7 @@ class Images:
         self.is_object, self._hash_files = not is_named, getattr(found, "hash_files", None)
         self.open, self.where = found.open, found.where
         self.masks = getattr(found, "masks", None)
+        self.has_labels = getattr(found, "has_labels", self.masks is None)
         self._blocks = getattr(found, "blocks", None)
         self._measure = getattr(found, "measure", self._measure_file)
         self._sampling, self._reads_split = getattr(found, "sampling", 1), False
@@ -239,7 +242,7 @@ class Images:
         self.paths = [whole.paths[row] for row in rows.tolist()]
         self.open = lambda index: whole.open(rows[index])
         self.where = lambda index: whole.where(rows[index])
-        self.masks = whole.masks
+        self.masks, self.has_labels = whole.masks, whole.has_labels
         self._measure = lambda index: whole._measure(int(rows[index]))
         self._sampling = whole._sampling
 

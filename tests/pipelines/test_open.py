@@ -60,7 +60,7 @@ def test_outside_the_loader_is_found_from_the_data(folder, packed, tmp_path):
 
 
 def test_outside_packed_training_data_and_a_folder_to_validate_on_need_no_loader(
-    folder, packed, micro, tmp_path
+    folder, packed, micro, tmp_path, three_runs
 ):
     config = with_options(micro(tmp_path / "run", epochs=1), loader="auto", val=folder)
     assert training.train(config)["images"] == 5
@@ -111,7 +111,7 @@ def test_outside_a_list_is_trained_from_its_images(flat, tmp_path, command):
     assert (result["images"], result["skipped"]) == (5, 0)
 
 
-def test_outside_a_list_is_divided(flat, micro, tmp_path, capsys):
+def test_outside_a_list_is_divided(flat, micro, tmp_path, capsys, three_runs):
     """The run's list is read for the images that it held out."""
     dataset, out = f"list/{tmp_path / 'train.txt'}", tmp_path / "run"
     config = micro(out, objective="ce", mixtoken=False, epochs=1, loader="auto")

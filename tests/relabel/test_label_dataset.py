@@ -5,6 +5,7 @@ import re
 import shutil
 import time
 import traceback
+from copy import deepcopy
 
 import h5py
 import numpy as np
@@ -89,6 +90,21 @@ def test_outside_a_default_dtype_of_64_bits_changes_no_map(photos, teacher, maps
     """A teacher of float32 in a script that calls torch.set_default_dtype."""
     with default_dtype(torch.float64):
         check_equal(densefeed.label(photos, teacher, tmp_path / "maps.h5", **HOW), maps)
+
+
+def test_outside_a_teacher_in_float64_has_the_maps_of_float32(photos, teacher, maps, tmp_path):
+    """Under a default dtype of float64 named teachers are built so too."""
+    double = deepcopy(teacher).double()
+    for dtype in (torch.float32, torch.float64):
+        with default_dtype(dtype):
+            store = densefeed.label(photos, double, tmp_path / f"{dtype}.h5", **HOW)
+        for one, two in zip(store.rows(np.arange(COUNT)), maps.rows(np.arange(COUNT)), strict=True):
+            np.testing.assert_allclose(one, two, atol=2e-3)
+
+
+def test_a_wrong_shard_is_refused_before_the_teacher_is_loaded(photos, tmp_path):
+    with pytest.raises(UserError, match="--shard"):
+        densefeed.label(photos, str(tmp_path / "missing.pth"), tmp_path / "maps", shard="9/8")
 
 
 def test_outside_options_are_those_of_the_command(photos, teacher, tmp_path, capsys):

@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import ConcatDataset, Subset
 from torchvision.models.segmentation import lraspp_mobilenet_v3_large
 
 import densefeed
@@ -156,7 +157,7 @@ def with_masks(tmp_path):
     return root
 
 
-@pytest.mark.parametrize("way", ["object", "factory", "command"])
+@pytest.mark.parametrize("way", ["object", "part", "factory", "command"])
 def test_outside_no_accuracy_is_printed_for_images_with_masks(
     with_masks, tmp_path, capsys, monkeypatch, way
 ):
@@ -164,12 +165,14 @@ def test_outside_no_accuracy_is_printed_for_images_with_masks(
     factory = SimpleNamespace(make=lambda: densefeed.MaskFolder(with_masks))
     monkeypatch.setitem(sys.modules, "masks_of_a_user", factory)
     data = {"object": factory.make(), "factory": "masks_of_a_user:make", "command": with_masks}
+    data["part"] = ConcatDataset([Subset(factory.make(), [3, 0]), Subset(factory.make(), [1, 2])])
     options = HOW | dict(dataset="masks") if way == "command" else HOW
     store = densefeed.label(data[way], Segmenter(), tmp_path / "maps.h5", **options)
     assert len(store) == 4
     printed = capsys.readouterr().out
     assert "4 raw maps" in printed
     assert "accuracy of" not in printed
+    assert "has no images of" not in printed
 
 
 def make_teacher():

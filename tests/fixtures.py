@@ -117,7 +117,7 @@ def no_host_read():
 def frozen_modules():
     """Exclude all imported modules from garbage collection, which takes 0.6 s with them.
 
-    conftest.py turned it off until here.
+    There is no collection before: conftest.py turns it off.
     """
     gc.freeze()
     gc.enable()

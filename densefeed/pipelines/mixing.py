@@ -103,8 +103,8 @@ class Mixing(NamedTuple):
         if options.mixtoken:
             # MixOptions refuses CutMix beside MixToken, so no other box is overwritten.
             box, size = plan.mix_box(epoch, step, grid), grid
-        box_tlbr, share = (torch.tensor(drawn, dtype=torch.float32) for drawn in (box, blend))
-        return Mix(box_tlbr, share, size)
+        box_tlbr = torch.tensor(box, dtype=torch.float32)
+        return Mix(box_tlbr, torch.tensor(blend, dtype=torch.float32), size)
 
 
 def combine_shares(one: Tensor, other: Tensor) -> Tensor:

@@ -159,7 +159,7 @@ def run_labeling(
         if labeling.shard:
             print(f"--dry-run does not read --shard {labeling.shard}: this is the whole pass")
         return None
-    # With masks, labels are 0 or the class of most pixels, which says nothing about a teacher.
+    # With Ray only the workers open the images.
     has_labels = labeling.dataset != "masks"
     if labeling.engine == "ray":
         # Workers take the options without those of the engine.
@@ -169,8 +169,9 @@ def run_labeling(
     else:
         share = Share.parse(labeling.shard) if labeling.shard else ALL
         work = begin(labeling, is_first, items, teachers)
-        has_labels, images = work.images.has_labels, labeling.shard_images
-        store = label(work, out, shard_images=images, share=share, shows=is_first)
+        has_labels = work.images.has_labels
+        shards = dict(shard_images=labeling.shard_images, share=share)
+        store = label(work, out, **shards, shows=is_first)
     if store is not None:
         print(summary(store))
         named = [each for each in teachers or labeling.teacher if isinstance(each, str)]

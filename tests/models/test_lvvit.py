@@ -394,6 +394,22 @@ def test_products_of_patches_are_the_convolution(side, form):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(("channels", "side"), [(16, 4), (16, 6), (24, 16), (64, 4)])
+def test_patches_in_16_bits_are_those_of_float64(channels, side):
+    """oneDNN's convolution was noise for all but the last on a processor with AMX."""
+    torch.manual_seed(0)
+    projection = PatchProjection(channels, 64, side, side)
+    image = torch.randn(2, channels, 4 * side, 4 * side)
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            found = projection(image), projection(image.bfloat16())
+        want = copy.deepcopy(projection).double()(image.double())
+        found += (projection.bfloat16()(image.bfloat16()),)
+    for low in found:
+        assert low.dtype == torch.bfloat16
+        assert (low - want).norm() / want.norm() < 0.005
+
+
 @pytest.mark.parametrize(
     "convs", [arguments["stem"] for arguments, _ in ROWS.values() if "stem" in arguments]
 )

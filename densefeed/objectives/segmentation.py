@@ -90,17 +90,23 @@ def count_pairs(predicted: Tensor, mask: Tensor, K: int) -> Tensor:
     return torch.bincount(pair.flatten(), minlength=K * K + 1)[:-1].view(K, K).double()
 
 
+def class_iou(pairs: Tensor) -> Tensor:
+    """Return the intersection over union of each class, `[K]`; NaN for one that is nowhere."""
+    right, of_mask, predicted = pairs.diagonal(), pairs.sum(1), pairs.sum(0)
+    return right / (of_mask + predicted - right)
+
+
 def mean_pairs(pairs: Tensor) -> tuple[float, float, float]:
     """Return mean IoU, mean accuracy and share of right pixels from `count_pairs`.
 
     A class that is neither in a mask nor predicted does not count in the mean IoU, one that is in
     no mask not in the mean accuracy.
     """
-    right, of_mask, predicted = pairs.diagonal(), pairs.sum(1), pairs.sum(0)
-    seen, there = of_mask + predicted > 0, of_mask > 0
-    iou = (right / (of_mask + predicted - right))[seen].mean()
-    accuracy = (right / of_mask)[there].mean()
-    return iou.item(), accuracy.item(), (right.sum() / of_mask.sum()).item()
+    right, of_mask = pairs.diagonal(), pairs.sum(1)
+    accuracy = (right / of_mask).nanmean()
+    shares = class_iou(pairs).nanmean(), accuracy, right.sum() / of_mask.sum()
+    iou, accuracy, pixels = (share.item() for share in shares)
+    return iou, accuracy, pixels
 
 
 def place_windows(extent: int, side: int) -> list[int]:
@@ -214,11 +220,21 @@ class MaskEvaluation(Evaluation):
         if not sum(pairs):
             raise UserError(
                 "no image of the validation set has a mask with labeled pixels that can be read; "
-                "give another --val, or see the messages above for the reasons"
+                "give another one, or see the messages above for the reasons"
             )
-        side = round(len(pairs) ** 0.5)
-        means = mean_pairs(torch.tensor(pairs, dtype=torch.float64).view(side, side))
-        return MaskMetrics(*means, images=round(images), nonfinite=round(nonfinite))
+        return MaskMetrics(
+            *mean_pairs(square(pairs)), images=round(images), nonfinite=round(nonfinite)
+        )
+
+    def iou_sync(self, sums: Tensor) -> list[float]:
+        """Return the intersection over union of each class; NaN for one that is nowhere."""
+        return class_iou(square(sums.tolist()[:-2])).tolist()
+
+
+def square(pairs: list[float]) -> Tensor:
+    """Return a list of the pairs of K classes as a table, float64 `[K, K]`."""
+    K = round(len(pairs) ** 0.5)
+    return torch.tensor(pairs, dtype=torch.float64).view(K, K)
 
 
 def read_images(

@@ -401,34 +401,38 @@ def open_dataset(
         source.check_room(plan)
     streamed = training and maps and not data.maps_on_device
     if masks:
-        check_masks(path, source, masks)
-    # Maps can do without.
-    if masks and not source.masks and (source.masks is None or not training or not maps):
-        source.close()
-        what = "is read without masks" if source.masks is None else "has no masks"
-        raise UserError(
-            f"{path} {what}, which segmentation needs; give --dataset masks and a folder of images "
-            "and masks"
-        )
+        # Soft maps can do without.
+        check_masks(path, source, masks, optional=training and maps)
     opened = make(source, plan, data.threads, data.on_bad_sample, streamed, device)
     opened.with_masks = masks and training
     return opened
 
 
-def check_masks(path: Location, source: Source, masks: Masks) -> None:
-    """Raise UserError if a source has classes of pixels and objects are needed, or vice versa."""
+def check_masks(path: Location, source: Source, masks: Masks, optional: bool = False) -> None:
+    """Raise UserError if a source lacks the masks, or has maps of objects in place of classes.
+
+    With `optional`, all its images may be without a mask. A source that is refused is closed.
+    """
     if masks == "instances" and not source.instances:
-        source.close()
-        raise UserError(
-            f"{path} is read without objects, which detection needs; give --dataset coco/FILE, or "
+        fault = (
+            "is read without objects, which detection needs; give --dataset coco/FILE, or "
             "instances for photo scenes"
         )
-    if masks != "instances" and source.instances:
-        source.close()
-        raise UserError(
-            f"{path} is read with objects, which --objective detect needs; segmentation needs "
-            "classes of pixels: give --dataset masks"
+    elif masks != "instances" and source.instances:
+        fault = (
+            "is read with objects, which detection needs; segmentation needs classes of pixels: "
+            "give --dataset masks"
         )
+    elif source.masks is None or not (source.masks or optional):
+        what = "is read without masks" if source.masks is None else "has no masks"
+        fault = (
+            f"{what}, which segmentation needs; give --dataset masks and a folder of images and "
+            "masks"
+        )
+    else:
+        return
+    source.close()
+    raise UserError(f"{path} {fault}")
 
 
 def choose_order(data: DataOptions, source: Source, training: bool) -> dict[str, str | int]:

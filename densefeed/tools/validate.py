@@ -1,9 +1,11 @@
-"""Evaluate a trained model: top-1, top-5, ReaL accuracy, loss and speed, at any size.
+"""Evaluate a trained model: accuracy, mean IoU or average precision, and speed.
 
     densefeed validate runs/student --data val.beton --json row.json
     densefeed validate runs/student --data imagenet --real real.json
     densefeed validate runs/student --data val.beton --size 384 --crop-pct 1.0
     densefeed validate weights.safetensors --model resnet50 --data imagenet-r
+    densefeed validate runs/masks --data photos/scenes --eval-scales 0.75 1 1.25
+    densefeed validate runs/boxes --data coco --dataset coco/coco/annotations/instances_val2017.json
 
 CLASSES. The classes of the data are matched to those of the model. Logits of classes that are not
 in the data are removed, for the loss too, so ImageNet-A and ImageNet-R (200 classes in folders
@@ -27,11 +29,16 @@ antialiased, with the filter of the checkpoint's run or, for other files, of tim
 --eval-interpolation selects another one. timm resizes the shorter side to size / crop-pct and crops
 afterwards. Accuracies of published models may therefore differ a little from the reported ones. By
 how much was not measured.
+
+SEGMENTATION AND DETECTION. Networks of masks and of objects are evaluated as their run does it, on
+whole images: mean IoU and, in the JSON file, the IoU of each class, or COCO's average precision.
+The data has the classes of the run, in the same order.
 """
 
 if not __package__:
     import script_start  # noqa: F401
 
+import math
 import statistics
 import sys
 import time
@@ -40,48 +47,72 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import tyro
 from rich.table import Table
 from rich.text import Text
-from timm.data import RealLabelsImagenet
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from densefeed.models.mask_rcnn import MaskRCNN
 from densefeed.models.model_spec import imagenet_names
+from densefeed.models.upernet import UperNet
+from densefeed.objectives.base import Evaluation
+from densefeed.objectives.detection import BoxEvaluation
+from densefeed.objectives.segmentation import MaskEvaluation, SegmentationOptions
 from densefeed.pipelines.augment.augmentation import Normalize
 from densefeed.pipelines.batch import to_device
 from densefeed.pipelines.ffcv import FfcvSource
-from densefeed.pipelines.loader import Source, ThreadedLoader
-from densefeed.pipelines.open import BUILTIN, LOADERS, Filter, choose_loader
+from densefeed.pipelines.loader import Masks, Source, ThreadedLoader
+from densefeed.pipelines.open import BUILTIN, LOADERS, Filter, check_masks, choose_loader
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.relabel.class_map import ClassMap, merge_classes, read_class_map
+from densefeed.relabel.class_map import read_class_map
 from densefeed.storage.beton import is_beton
-from densefeed.storage.dataset_names import (
-    describe_lookalikes,
-    list_some,
-    match_forms,
-    match_numbers,
-)
+from densefeed.storage.dataset_names import list_some
 from densefeed.storage.geometry import LEAST_CROP
 from densefeed.storage.images import DecodeOptions, limit_pixels
 from densefeed.system.devices import DeviceOptions, ThreadOptions, choose_device, synchronize
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import check_ending
-from densefeed.system.json_files import read_json
-from densefeed.system.options import Bounds, Count, own_first
-from densefeed.system.progress import bar
+from densefeed.system.options import Bounds, NonNegativeInt, Numbers, own_first
+from densefeed.system.progress import bar, steps_bar
 from densefeed.system.provenance import check_replaceable, environment, write_json
 from densefeed.system.terminal import escape_controls, print, print_table
 from densefeed.training.evaluation import Metrics, mean_metrics_sync, predict, sum_metrics
-from densefeed.training.load_model import Divided, Trained, Weights, find_division, open_trained
+from densefeed.training.load_model import (
+    OTHERS,
+    Divided,
+    Trained,
+    Weights,
+    find_division,
+    open_trained,
+)
+from densefeed.training.match_classes import Match, Merged, match_classes, warn_of_others
+from densefeed.training.real_labels import open_real, real_top1
 from densefeed.training.shared_images import estimate_shared
 
 PACKAGES = ("torch", "timm", "numpy")
-# Images per call of timm's ReaL accuracy, which takes a dense row of all classes for each.
-CHUNK = 1024
+# Images per forward pass by default, and windows of a segmentation network, whose logits take
+# 157 MB each at 512 x 512 pixels and 150 classes.
+BATCH, WINDOWS = 128, 8
+# Names of shares, in the order of a table.
+SHARES = {
+    "top1": "top-1",
+    "top5": "top-5",
+    "real_top1": "ReaL top-1",
+    "miou": "mean IoU",
+    "macc": "mean accuracy of classes",
+    "pixels": "pixels that are right",
+    "map_box": "AP of boxes",
+    "map_box_50": "AP of boxes, IoU 0.5",
+    "map_box_75": "AP of boxes, IoU 0.75",
+    "map_mask": "AP of masks",
+    "map_mask_50": "AP of masks, IoU 0.5",
+    "map_mask_75": "AP of masks, IoU 0.75",
+}
+# Classes that a table lists.
+LOWEST = 3
 # Least time for which the model alone is timed.
 MODEL_SECONDS = 1.0
 
@@ -98,96 +129,32 @@ class Validation(DecodeOptions, ThreadOptions, DeviceOptions):
     # ffcv reads .beton files, folder reads folders; auto: the one that reads the data; dali reads
     # both, decoded by NVIDIA DALI
     loader: str = "auto"
+    # name of the dataset, as in densefeed train, if --data is a folder, but not of class folders;
+    # default for masks and photo scenes: that of the model's run
+    dataset: str = ""
     size: int = 0  # side of the input, pixels; 0: the size the model was trained at
     # side of the crop, share of the shorter side; 0: the checkpoint's value
     crop_pct: float = 0.0
     # filter that resizes the crop; auto: the checkpoint's
     eval_interpolation: Literal["auto", "bilinear", "bicubic"] = "auto"
+    # segmentation: scales of the images, whose probabilities are averaged; 1: --size is the shorter
+    # side; none: those of the model's run
+    eval_scales: Numbers = ()
     weights: Weights = "ema"  # EMA weights where the checkpoint has them, or the raw weights
     model: str = ""  # timm's name of the model, for a checkpoint that does not contain it
     # CSV or JSON of the model's classes and those of the data, as in densefeed label
     class_map: Path | None = None
     real: str = ""  # ReaL labels: path of real.json, or `timm` for the copy in timm
-    batch: Count = 128  # images per forward pass
+    # images per forward pass, or windows of segmentation; 0: 128 images or 8 windows
+    batch: NonNegativeInt = 0
     # auto: bf16 autocast on CUDA, float32 on a CPU
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     json: Path | None = None  # write the result to this JSON file
 
 
-class Match(NamedTuple):
-    """The position of each class of the data among the model's classes."""
-
-    columns: list[int]  # for each class of the data, the model's
-    by: Literal["name", "number", "order", "class map"]
-
-
-class Merged(nn.Module):
-    """A model whose logits are those of the data's classes, by a class map."""
-
-    def __init__(self, model: nn.Module, class_map: ClassMap) -> None:
-        super().__init__()
-        self.model, self.num_classes = model, class_map.classes
-        self.register_buffer("source", class_map.source)
-        self.register_buffer("target", class_map.target)
-
-    def forward(self, image_NCHW: Tensor) -> Tensor:
-        logits_NK = self.model(image_NCHW).float()
-        return merge_classes(logits_NK, ClassMap(self.source, self.target, self.num_classes))
-
-
-def match_classes(
-    data: list[str], model: list[str], num_classes: int, stand_in: list[str]
-) -> Match:
-    """Find each class of the data among the model's, by the rules in this module's docstring.
-
-    `model` is empty if the names of its `num_classes` classes are unknown; `stand_in` are the names
-    to use for a model without names of its own. Raises UserError if a class is not found.
-    """
-    # Files written by stock ffcv hold no class names, so models trained on one have numbers.
-    unnamed = not model or model == [str(number) for number in range(num_classes)]
-    # Names before numbers: a model trained on folders 0, 1, ..., 10 has them sorted as text.
-    for names in (model, stand_in if unnamed else []):
-        place = {name: number for number, name in enumerate(names)}
-        found = match_forms(data, names)
-        if names and set(found) <= set(place):
-            return Match([place[name] for name in found], "name")
-    if numbers := match_numbers(data, num_classes):
-        return Match(numbers, "number")
-    if unnamed and not stand_in and len(data) == num_classes:
-        return Match(list(range(num_classes)), "order")
-    known = stand_in if unnamed else model
-    there = set(known)
-    unknown = [name for name in match_forms(data, known) if name not in there]
-    example = f" ({list_some(model)})" if model else ""
-    pair = describe_lookalikes(unknown, known)
-    raise UserError(
-        f"{len(unknown)} of the {len(data)} classes of the data ({list_some(unknown)}) are not "
-        f"among the {num_classes} classes of the model{example}; "
-        "give data with class folders named as in training" + (f"; {pair}" if pair else "")
-    )
-
-
-def warn_of_others(match: Match, data: list[str], trained: Trained, path: Path) -> None:
-    """Warn if classes match by number or order, not by name, and may be others.
-
-    By number they may be if they are not as many, or if the model has names; the 1,000 classes of
-    ImageNet-V2 are numbers too. By order they may be if the model has names, which then differ.
-    """
-    names, count = trained.class_names, trained.model.num_classes
-    others = len(data) != count or (names and not imagenet_names(trained.model))
-    if match.by != "name" and others:
-        why = "have numbers for names" if match.by == "number" else "have other names"
-        first = f", as {data[0]} with {names[match.columns[0]]!r}" if names else ""
-        print(
-            f"warning: the {len(data):,} classes of {path} {why} and were matched by {match.by} "
-            f"with the {count:,} of the model{first}; if these are other classes, the accuracy is "
-            "meaningless",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
-def open_source(options: Validation, loader: str, divided: Divided | None = None) -> Source:
+def open_source(
+    options: Validation, loader: str, dataset: str = "", divided: Divided | None = None
+) -> Source:
     """Open the samples: of what the model's run `divided`, those that it held out.
 
     Raises UserError if the loader cannot read such data.
@@ -200,8 +167,15 @@ def open_source(options: Validation, loader: str, divided: Divided | None = None
             "or pack it with densefeed pack --split val"
         )
     opened = partial(LOADERS[loader][0], path, "evaluate", None, options.threads)
-    if divided is None or loader not in BUILTIN:
+    if loader not in BUILTIN:
+        if dataset:
+            raise UserError(
+                f"--loader {loader} takes no --dataset, which is for folders that --loader folder "
+                "or dali reads; leave it out"
+            )
         return opened()
+    if divided is None:
+        return opened(dataset=dataset)
     source = opened(dataset=divided.dataset, division=divided.division)
     print(
         f"{path} is the data of the model's run; evaluating the {len(source.labels):,} images that "
@@ -230,73 +204,6 @@ def warn_training_images(trained: Trained, source: Source, path: Path) -> None:
             file=sys.stderr,
             flush=True,
         )
-
-
-# ------------------------------------------------------------------------- ReaL
-
-
-def check_real_json(path: str) -> None:
-    """Raise UserError if the file is not a list of lists of class numbers."""
-    lists = read_json(Path(path), "copy it again", list)
-    if not all(isinstance(classes, list) and all(map(is_class, classes)) for classes in lists):
-        raise UserError(
-            f"{path} is not a list of lists of class numbers; use the real.json of arXiv 2006.07159"
-        )
-
-
-def is_class(value: object) -> bool:
-    """Whether a value of a JSON file can be the number of a class."""
-    return type(value) is int and value >= 0
-
-
-def open_real(path: str, source: Source, data: Path) -> RealLabelsImagenet:
-    """Open timm's ReaL accuracy for these samples, in their order.
-
-    Raises UserError if the ReaL labels are not those of the samples.
-    """
-    count = len(source.labels)
-    if path != "timm":
-        check_real_json(path)
-    names = [Path(source.where(index)).name for index in range(count)]
-    official = [f"ILSVRC2012_val_{number:08d}.JPEG" for number in range(1, count + 1)]
-    try:
-        accuracy = RealLabelsImagenet(
-            names if sorted(names) == official else official,
-            real_json=None if path == "timm" else path,
-            topk=(1,),
-        )
-    # timm asserts that there are as many lists as images.
-    except AssertionError:
-        raise UserError(
-            f"--real {path} has another number of images than the {count:,} of {data}; "
-            "give the ReaL labels of this data"
-        ) from None
-    lists = [accuracy.real_labels[name] for name in accuracy.filenames]
-    labeled = [pair for pair in zip(source.labels.tolist(), lists, strict=True) if pair[1]]
-    if not labeled or max(max(right) for _, right in labeled) >= len(source.class_names):
-        raise UserError(
-            f"--real {path} has no labels of the {len(source.class_names)} classes of {data}; "
-            "give the ReaL labels of this data"
-        )
-    agree = sum(label in right for label, right in labeled) / len(labeled)
-    # About nine in ten of ImageNet's own labels are among their ReaL classes. In a wrong order it
-    # is about one in hundreds.
-    if agree < 0.5:
-        raise UserError(
-            f"only {100 * agree:.0f} % of the labels of {data} are among those of --real {path}, "
-            "so their orders differ; "
-            "validate the folder of ILSVRC2012_val_*.JPEG with --loader folder"
-        )
-    return accuracy
-
-
-def real_top1(accuracy: RealLabelsImagenet, best_N: Tensor, num_classes: int) -> float:
-    """Return the share of correct images, 0 to 1, among those with a ReaL label."""
-    for best in best_N.split(CHUNK):
-        # timm takes the top-k of these rows, as it does of logits.
-        accuracy.add_result(F.one_hot(best, num_classes))
-    # timm returns a percentage.
-    return accuracy.get_accuracy(1) / 100
 
 
 # ------------------------------------------------------------------------- measurement
@@ -372,6 +279,83 @@ def measure_sync(
     return Measurement(metrics, torch.cat(best)[:count].cpu(), count / seconds, rows / alone)
 
 
+def classify_sync(
+    options: Validation,
+    trained: Trained,
+    loader: ThreadedLoader,
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> dict:
+    """Evaluate a classifier on the classes of the data; return its part of the row."""
+    model, source = trained.model, loader.source
+    stand_in = imagenet_names(model)
+    data_names, model_names = source.class_names, trained.class_names
+    if options.class_map:
+        names = model_names or stand_in
+        found = read_class_map(options.class_map, names, model.num_classes, data_names)
+        model, match = Merged(model, found), Match(list(range(found.classes)), "class map")
+    else:
+        match = match_classes(data_names, model_names, model.num_classes, stand_in)
+        warn_of_others(match, data_names, trained, options.data)
+    real = open_real(options.real, source, options.data) if options.real else None
+    model.to(device, memory_format=torch.channels_last)
+    normalize = Normalize(trained.mean, trained.std).to(device)
+    measured = measure_sync(model, loader, normalize, match, device, dtype)
+    warn_nonfinite(measured.metrics)
+    # NaN has no best class that ReaL labels could hold.
+    real = None if measured.metrics.nonfinite else real
+    return {
+        "classes": len(match.columns),
+        "model_classes": trained.model.num_classes,
+        "classes_by": match.by,
+        "crop_pct": loader.plan.crop_pct,
+        # With the number of images that were evaluated; an unreadable one is an error here.
+        **measured.metrics._asdict(),
+        "real_top1": real_top1(real, measured.best, len(match.columns)) if real else None,
+        "real_images": sum(map(bool, real.real_labels.values())) if real else None,
+        "images_per_s": measured.images_per_s,
+        "model_images_per_s": measured.model_images_per_s,
+    }
+
+
+class Whole(NamedTuple):
+    """How a network of segmentation or detection is evaluated on whole images."""
+
+    evaluation: Evaluation
+    masks: Masks  # what the data must have
+    what: str  # for messages
+
+
+def measure_whole_sync(
+    trained: Trained,
+    loader: ThreadedLoader,
+    evaluation: Evaluation,
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> dict:
+    """Evaluate a network as its run does, on whole images; return its part of the row."""
+    names, count = loader.source.class_names, loader.plan.num_samples
+    model = trained.model.to(device, memory_format=torch.channels_last)
+    normalize = Normalize(trained.mean, trained.std).to(device)
+    began = time.perf_counter()
+    with steps_bar("validate, images", count, 0) as show:
+        sums = evaluation.sum(model, loader, normalize, device, dtype, lambda _, text: show(1, ""))
+    metrics = evaluation.mean_sync(sums)
+    seconds = time.perf_counter() - began
+    warn_nonfinite(metrics)
+    scales = {}
+    if isinstance(evaluation, MaskEvaluation):
+        iou = evaluation.iou_sync(sums)
+        scales = {"eval_scales": evaluation.scales, "iou": dict(zip(names, iou, strict=True))}
+    return {"classes": len(names), **metrics._asdict(), **scales, "images_per_s": count / seconds}
+
+
+def warn_nonfinite(metrics: Any) -> None:
+    """Warn if the outputs of some images are not finite."""
+    if fault := metrics.describe_nonfinite():
+        print(f"warning: {fault}", file=sys.stderr, flush=True)
+
+
 # ------------------------------------------------------------------------- command
 
 
@@ -386,79 +370,112 @@ def choose_filter(given: str, trained: Trained) -> str:
     return chosen
 
 
+def choose_evaluation(options: Validation, trained: Trained) -> Whole | None:
+    """Return how a network of segmentation or detection is evaluated; None for a classifier.
+
+    Raises UserError for an option that has no effect on it.
+    """
+    model, whole = trained.model, None
+    unused = {"--eval-scales": options.eval_scales}
+    of_classes = {
+        "--crop-pct": options.crop_pct,
+        "--class-map": options.class_map,
+        "--real": options.real,
+    }
+    if isinstance(model, UperNet):
+        scales = SegmentationOptions(eval_scales=options.eval_scales or trained.eval_scales)
+        whole = Whole(MaskEvaluation(scales.eval_scales), True, "a segmentation network")
+        unused = of_classes
+    elif isinstance(model, MaskRCNN):
+        whole = Whole(BoxEvaluation(), "instances", "a detector")
+        unused |= of_classes
+    for option in (option for option, value in unused.items() if value):
+        what = whole.what if whole else "a classifier"
+        raise UserError(f"{option} has no effect on {trained.path}, {what}; leave it out")
+    return whole
+
+
+def open_images(options: Validation, loader: str, trained: Trained, whole: Whole | None) -> Source:
+    """Open the samples, with the masks or objects that the model is evaluated on.
+
+    Raises UserError for data without them or with other classes than the run's.
+    """
+    dataset, path = options.dataset, options.data
+    divided = find_division(trained, path)
+    if divided and dataset not in ("", divided.dataset):
+        divided = None
+    if whole and path.is_dir() and not dataset and not divided:
+        dataset = trained.dataset
+        if dataset.startswith("coco/"):
+            raise UserError(
+                f"{trained.path} was trained on --dataset {dataset}; give --dataset coco/FILE, the "
+                f"annotation file of the images of {path}"
+            )
+    source = open_source(options, loader, dataset, divided)
+    if not whole:
+        return source
+    check_masks(path, source, whole.masks)
+    names, known = source.class_names, trained.class_names
+    if (known and names != known) or len(names) != trained.model.num_classes:
+        source.close()
+        has = f" ({list_some(known)})" if known else ""
+        raise UserError(
+            f"{path} has {len(names):,} classes ({list_some(names)}), and the model "
+            f"{trained.model.num_classes:,}{has}; give data with the same classes in the same order"
+        )
+    return source
+
+
 def main(options: Validation) -> dict:
     """Evaluate the model, print the table and write the JSON file; return the row."""
     if options.json:
         check_ending(options.json, ".json", "--json")
-        check_replaceable(options.json, "model_images_per_s", "--json")
+        check_replaceable(options.json, "images_per_s", "--json")
     limit_pixels(options.max_pixels)
     # 0 stands for the checkpoint's value.
     if options.crop_pct:
         Bounds(LEAST_CROP, 1).check("crop_pct", options.crop_pct)
     device = choose_device(options.device)
-    trained = open_trained(options.checkpoint, options.weights, options.model, options.size)
-    chosen = choose_loader(options.loader, options.data)
-    source = open_source(options, chosen, find_division(trained, options.data))
+    kind = options.weights, options.model, options.size, tuple(OTHERS)
+    trained = open_trained(options.checkpoint, *kind)
+    whole, chosen = choose_evaluation(options, trained), choose_loader(options.loader, options.data)
+    source = open_images(options, chosen, trained, whole)
     warn_training_images(trained, source, options.data)
-    model = trained.model
-    count, crop_pct = len(source.labels), options.crop_pct or trained.crop_pct
-    interpolation = choose_filter(options.eval_interpolation, trained)
+    count, usual = len(source.labels), WINDOWS if whole else BATCH
     plan = EpochPlan(
         num_samples=count,
-        batch=min(options.batch, count),
+        batch=min(options.batch or usual, count),
         seed=0,
         mode="evaluate",
         sizes=((0, trained.size),),
-        crop_pct=crop_pct,
-        crop_interpolation=interpolation,
+        crop_pct=options.crop_pct or trained.crop_pct,
+        crop_interpolation=choose_filter(options.eval_interpolation, trained),
     )
     dtype = None
     if options.precision == "bf16" or (options.precision == "auto" and device.type == "cuda"):
         dtype = torch.bfloat16
     _, make_loader = LOADERS[chosen]
     with closing(make_loader(source, plan, options.threads, "raise", False, device)) as loader:
-        stand_in = imagenet_names(model)
-        data_names, model_names = source.class_names, trained.class_names
-        if options.class_map:
-            names = model_names or stand_in
-            found = read_class_map(options.class_map, names, model.num_classes, data_names)
-            model, match = Merged(model, found), Match(list(range(found.classes)), "class map")
+        if whole:
+            found = measure_whole_sync(trained, loader, whole.evaluation, device, dtype)
         else:
-            match = match_classes(data_names, model_names, model.num_classes, stand_in)
-            warn_of_others(match, data_names, trained, options.data)
-        real = open_real(options.real, source, options.data) if options.real else None
-        model.to(device, memory_format=torch.channels_last)
-        normalize = Normalize(trained.mean, trained.std).to(device)
-        measured = measure_sync(model, loader, normalize, match, device, dtype)
-    # NaN has no best class that ReaL labels could hold.
-    real = None if measured.metrics.nonfinite else real
+            found = classify_sync(options, trained, loader, device, dtype)
     row = {
         "checkpoint": str(trained.path),
         "model": trained.name,
         "weights": trained.weights,
         "data": str(options.data),
         "loader": chosen,
-        "classes": len(match.columns),
-        "model_classes": trained.model.num_classes,
-        "classes_by": match.by,
         "size": trained.size,
-        "crop_pct": crop_pct,
-        "eval_interpolation": interpolation,
+        "eval_interpolation": plan.crop_interpolation,
         "precision": "bf16" if dtype else "fp32",
-        # With the number of images that were evaluated; an unreadable one is an error here.
-        **measured.metrics._asdict(),
-        "real_top1": real_top1(real, measured.best, len(match.columns)) if real else None,
-        "real_images": sum(map(bool, real.real_labels.values())) if real else None,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "images_per_s": measured.images_per_s,
-        "model_images_per_s": measured.model_images_per_s,
+        **found,
+        "parameters": sum(parameter.numel() for parameter in trained.model.parameters()),
         "batch": plan.batch,
         "threads": options.threads,
         "device": str(device),
     } | environment(PACKAGES)
     print_table(table(row))
-    if fault := measured.metrics.describe_nonfinite():
-        print(f"warning: {fault}", file=sys.stderr, flush=True)
     if options.json:
         write_json(options.json, row)
     return row
@@ -469,27 +486,40 @@ def table(row: dict) -> Table:
     title = f"{row['model']} ({row['weights']} weights) on {row['data']}"
     # As Text, because names may contain rich's markup.
     lines = Table("", "", title=Text(escape_controls(title)), show_header=False)
-    of = f" of {row['model_classes']:,}" if row["classes"] != row["model_classes"] else ""
-    classes = f"{row['classes']:,}{of}, matched by {row['classes_by']}"
-    lines.add_row("top-1", f"{100 * row['top1']:.2f} %")
-    lines.add_row("top-5", f"{100 * row['top5']:.2f} %")
-    if row["real_top1"] is not None:
-        lines.add_row(
-            "ReaL top-1", f"{100 * row['real_top1']:.2f} % of {row['real_images']:,} images"
-        )
-    lines.add_row("loss", f"{row['loss']:.4f}")
+    classes, speed = f"{row['classes']:,}", f"{row['images_per_s']:,.1f} with the loader"
+    for name in (name for name in SHARES if row.get(name) is not None):
+        of = f" of {row['real_images']:,} images" if name == "real_top1" else ""
+        lines.add_row(SHARES[name], f"{100 * row[name]:.2f} %{of}")
+    if "iou" in row:
+        lines.add_row("lowest IoU", Text(escape_controls(describe_lowest(row["iou"]))))
+    if "loss" in row:
+        lines.add_row("loss", f"{row['loss']:.4f}")
+    if "classes_by" in row:
+        of = f" of {row['model_classes']:,}" if row["classes"] != row["model_classes"] else ""
+        classes += f"{of}, matched by {row['classes_by']}"
+        speed += f", {row['model_images_per_s']:,.1f} model alone"
     lines.add_row("images, classes", f"{row['images']:,}, {classes}")
-    crop = f"{row['crop_pct']:g} of the shorter side, {row['eval_interpolation']}"
-    lines.add_row("size, crop", f"{row['size']} px, {crop}")
+    if "crop_pct" in row:
+        crop = f"{row['crop_pct']:g} of the shorter side, {row['eval_interpolation']}"
+        lines.add_row("size, crop", f"{row['size']} px, {crop}")
+    else:
+        scales = "".join(f" {scale:g}" for scale in row.get("eval_scales", ()))
+        scales = f", scales{scales}" if scales else ""
+        lines.add_row(
+            "size", f"{row['size']} px, the shorter side{scales}, {row['eval_interpolation']}"
+        )
     lines.add_row("parameters", f"{row['parameters']:,}")
-    lines.add_row(
-        "images/s",
-        f"{row['images_per_s']:,.1f} with the loader, {row['model_images_per_s']:,.1f} model alone",
-    )
+    lines.add_row("images/s", speed)
     lines.add_row(
         "on", f"{row['device']}, {row['precision']}, batch {row['batch']}, {row['threads']} threads"
     )
     return lines
+
+
+def describe_lowest(iou: dict[str, float]) -> str:
+    """List the classes with the lowest IoU, of those that are there."""
+    lowest = sorted((value, name) for name, value in iou.items() if math.isfinite(value))
+    return ", ".join(f"{name} {100 * value:.1f} %" for value, name in lowest[:LOWEST])
 
 
 command = make_command(main, Validation, __doc__)

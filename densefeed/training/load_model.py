@@ -21,6 +21,7 @@ from densefeed.models.token_transformer import TokenTransformer
 from densefeed.models.upernet import UperNet
 from densefeed.objectives import Objectives, build_objective, complete
 from densefeed.objectives.base import Setting
+from densefeed.objectives.segmentation import SegmentationOptions
 from densefeed.pipelines.mixing import MixOptions
 from densefeed.pipelines.targets import TargetRules
 from densefeed.storage.geometry import center_box
@@ -42,12 +43,12 @@ MAX_PATCHES = 64
 # Networks that are no classifiers, and what they are and who reads them, for messages.
 OTHERS = {
     UperNet: (
-        "a segmentation network, which classifies pixels and not images; its run folder has its "
-        "metrics, and densefeed report, export and label read it"
+        "a segmentation network, which classifies pixels and not images; densefeed validate, "
+        "report, export and label read it"
     ),
     MaskRCNN: (
-        "a detector, which returns boxes and not one class for each image; its run folder has its "
-        "metrics, and densefeed report, export and train read it (--init, --resume)"
+        "a detector, which returns boxes and not one class for each image; densefeed validate, "
+        "report, export and train read it (--init, --resume)"
     ),
 }
 
@@ -77,7 +78,10 @@ class Trained(NamedTuple):
     std: tuple[float, ...]
     divided: Divided | None = None  # by --val-fraction
     train: str = ""  # where the training images were; empty: not known
-    fingerprint: str = ""  # of them
+    dataset: str = ""  # its --dataset
+    fingerprint: str = ""  # of the training images
+    # at which its run evaluates whole images, 1 is `size`
+    eval_scales: tuple[float, ...] = (1.0,)
 
 
 def open_trained(
@@ -140,7 +144,9 @@ def open_trained(
         std=facts.std or tuple(data["std"]),
         divided=read_divided(checkpoint, path),
         train=str(read_data(checkpoint).get("train", "")),
+        dataset=str(read_data(checkpoint).get("dataset", "")),
         fingerprint=str(checkpoint.get("fingerprint", "")),
+        eval_scales=read_scales(checkpoint, path),
     )
 
 
@@ -168,9 +174,25 @@ def read_divided(checkpoint: dict, path: Path) -> Divided | None:
 
 def read_data(checkpoint: dict) -> dict:
     """Read the section `data` of a run's options; empty if there is none."""
-    config = checkpoint.get("config")
-    data = config.get("data") if isinstance(config, dict) else None
-    return data if isinstance(data, dict) else {}
+    return read_section(checkpoint, "config", "data")
+
+
+def read_scales(checkpoint: dict, path: Path) -> tuple[float, ...]:
+    """Read the scales of the evaluation of a run; 1 if it states none. Raises UserError."""
+    given = read_section(checkpoint, "config", "objective", "segmentation")
+    try:
+        return SegmentationOptions(eval_scales=given.get("eval_scales", (1.0,))).eval_scales
+    except UserError as error:
+        raise checkpoints.CheckpointError(f"{path}: {error}; train it again") from error
+
+
+def read_section(document: dict, *names: str) -> dict:
+    """Return the dictionary below these names; empty if there is none."""
+    for name in names:
+        document = document.get(name)
+        if not isinstance(document, dict):
+            return {}
+    return document
 
 
 def find_division(trained: Trained, path: Path) -> Divided | None:

@@ -17,6 +17,7 @@ from densefeed.models.upernet import PixelLogits
 from densefeed.objectives.base import StepContext
 from densefeed.objectives.segmentation import (
     MaskEvaluation,
+    class_iou,
     count_pairs,
     mean_pairs,
     place_windows,
@@ -203,7 +204,7 @@ def count_by_numpy(masks, found, K):
         if of_mask:
             accuracies.append(both / of_mask)
         right, labeled = right + both, labeled + of_mask
-    return np.mean(ious), np.mean(accuracies), right / labeled
+    return np.mean(ious), np.mean(accuracies), right / labeled, ious
 
 
 def test_mean_iou_equals_numpy_on_200_scenes():
@@ -219,7 +220,9 @@ def test_mean_iou_equals_numpy_on_200_scenes():
         count_pairs(torch.from_numpy(f), torch.from_numpy(m), K)
         for f, m in zip(found, masks, strict=True)
     )
-    assert mean_pairs(pairs) == pytest.approx(count_by_numpy(masks, found, K), rel=1e-12)
+    *means, ious = count_by_numpy(masks, found, K)
+    assert mean_pairs(pairs) == pytest.approx(means, rel=1e-12)
+    assert class_iou(pairs).tolist() == pytest.approx([*ious, np.nan], rel=1e-12, nan_ok=True)
 
 
 def test_mean_iou_equals_torchmetrics():
@@ -269,9 +272,10 @@ def test_evaluation_equals_numpy_on_whole_images(segments, masked, tmp_path):
     for n in range(1, 5):
         pixels = (np.array(Image.open(data.images[n])) / 255 - 0.5) / 0.25
         found.append((pixels @ weight.T).argmax(-1))
-    want = count_by_numpy(masks, found, 4)
+    *want, ious = count_by_numpy(masks, found, 4)
     assert (metrics.images, metrics.nonfinite) == (5, 0)
     assert metrics[:3] == pytest.approx(want, abs=2e-3)
+    assert objective.evaluation.iou_sync(sums) == pytest.approx(ious, abs=4e-3)
     model.weight.data[0, 0] = torch.nan
     with closing(open_loader(config.data, config.optim, 0, objective, "evaluate")) as loader:
         sums = MaskEvaluation((0.5, 1.0)).sum(

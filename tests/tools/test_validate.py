@@ -22,7 +22,9 @@ from densefeed.system.errors import UserError
 from densefeed.tools import validate
 from densefeed.tools.pack_dataset import Packing
 from densefeed.tools.pack_dataset import main as pack
-from densefeed.tools.validate import Validation, match_classes
+from densefeed.tools.validate import Validation
+from densefeed.training.match_classes import match_classes, warn_of_others
+from densefeed.training.real_labels import open_real, real_top1
 
 WNIDS = ImageNetInfo().label_names()
 COLUMNS = list(range(7, 1000, 90))  # twelve of ImageNet's classes, in order
@@ -276,12 +278,12 @@ def test_outside_classes_that_match_by_number_alone_are_a_warning(capsys):
     trained = SimpleNamespace(class_names=names, model=SimpleNamespace(num_classes=12))
     digits = [str(number) for number in range(10)]
     match = match_classes(digits, names, 12, [])
-    validate.warn_of_others(match, digits, trained, Path("digits"))
+    warn_of_others(match, digits, trained, Path("digits"))
     said = capsys.readouterr().err
     assert said.startswith("warning: the 10 classes of digits have numbers for names and were")
     assert "with the 12 of the model, as 0 with 'n0'; if these are other classes" in said
     match = match_classes(names[:3], names, 12, [])
-    validate.warn_of_others(match, names[:3], trained, Path("digits"))
+    warn_of_others(match, names[:3], trained, Path("digits"))
     assert capsys.readouterr().err == ""
 
 
@@ -291,13 +293,13 @@ def test_outside_numbers_are_names_and_a_match_by_order_is_a_warning(capsys):
     trained = SimpleNamespace(class_names=digits, model=SimpleNamespace(num_classes=3))
     match = match_classes(dogs, digits, 3, [])
     assert match.by == "order"
-    validate.warn_of_others(match, dogs, trained, Path("dogs"))
+    warn_of_others(match, dogs, trained, Path("dogs"))
     assert capsys.readouterr().err == (
         "warning: the 3 classes of dogs have other names and were matched by order with the 3 of "
         "the model, as dog0 with '0'; if these are other classes, the accuracy is meaningless\n"
     )
     nameless = SimpleNamespace(class_names=[], model=SimpleNamespace(num_classes=3))
-    validate.warn_of_others(match_classes(dogs, [], 3, []), dogs, nameless, Path("dogs"))
+    warn_of_others(match_classes(dogs, [], 3, []), dogs, nameless, Path("dogs"))
     assert capsys.readouterr().err == ""
 
 
@@ -418,13 +420,13 @@ def test_timms_real_labels_in_the_order_of_imagenets_folders():
     own = np.array([right[0] if right else 0 for right in lists])
     order = np.argsort(own, kind="stable")
     source = NamesAndLabels(order.tolist(), own[order])
-    accuracy = validate.open_real("timm", source, Path("val"))
+    accuracy = open_real("timm", source, Path("val"))
     wrong = [next(iter(set(range(9)) - set(right))) for right in lists]
     predicted = np.array(
         [right[-1] if right and number % 4 else wrong[number] for number, right in enumerate(lists)]
     )
     labeled = [number for number, right in enumerate(lists) if right]
-    share = validate.real_top1(accuracy, torch.from_numpy(predicted[order]), 1000)
+    share = real_top1(accuracy, torch.from_numpy(predicted[order]), 1000)
     want = sum(number % 4 > 0 for number in labeled) / len(labeled)
     assert share == pytest.approx(want, abs=1e-9)
     assert len(labeled) == 46_837  # the count of Beyer et al.

@@ -47,9 +47,11 @@ def labels(request, folder, random_maps, tmp_path_factory):
 
 @pytest.fixture(params=[1, 10**6], ids=["rows", "whole"])
 def stripes(request, monkeypatch):
-    """Stripes of one row of pixels, and of all rows; blocks of two rows, and of all."""
+    """Stripes of one row of pixels, blocks of two, points of four or more; and all at once."""
     monkeypatch.setattr(mask_loss, "STRIPE_BYTES", {"cpu": request.param, "cuda": request.param})
-    monkeypatch.setattr(masks_module, "VALUES", 2 * K * SIZE[1] if request.param == 1 else 2**20)
+    if request.param == 1:
+        monkeypatch.setattr(masks_module, "VALUES", 1)
+        monkeypatch.setattr(masks_module, "POINTS", 40 * SIZE[1])
 
 
 def random_logits(dtype=torch.float32):

@@ -234,7 +234,11 @@ def weigh_targets(
         on_soft = on_soft * (1 - labeled * (1 - share))
         weight = on_soft + on_hard
     # Extras of pixels lie class by class in memory, see `SoftMasks.blocks`.
-    extra_MT = (soft.extra[0].mT * on_soft).to(dtype)
+    extra_MT = soft.extra[0].mT
+    # Mostly all pixels are inside. On a GPU, which would wait, a product is cheaper.
+    if on_soft.device.type != "cpu" or not (on_soft == 1).all():
+        extra_MT = extra_MT * on_soft
+    extra_MT = extra_MT.to(dtype)
     total = on_soft * soft.total[0]
     if hard_T is not None:
         hard, total, on_hard = hard_T.clamp(min=0)[None], total + on_hard, on_hard[None]

@@ -427,7 +427,7 @@ def finish_targets(
         base = pool_map(maps.share).squeeze(-1)
         if rules.outside == "uniform":
             base = base * inside + (1 - inside) / spec.num_classes
-        base, extra = on * base, value.mul_(on)
+        base, extra = on * base, value if on == 1 else value.mul_(on)
     base = base + off
     # on + K off: larger than 1 by smoothing / K, as published.
     total = torch.full_like(base, on + rules.smoothing)

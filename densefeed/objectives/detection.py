@@ -219,8 +219,8 @@ class BoxEvaluation(Evaluation):
         *values, images, nonfinite = sums.tolist()
         if values[0] < 0:
             raise UserError(
-                "no image of the validation set that can be read has an object; give another one, "
-                "or see the messages above for the reasons"
+                "no image of the validation set that can be read has an object; give a set with "
+                "objects, or see the messages above, if there are any"
             )
         return BoxMetrics(*values, images=round(images), nonfinite=round(nonfinite))
 

@@ -36,10 +36,10 @@ from densefeed.system.prefetch import ordered_map
 STRIDE = 341 / 512
 # Weight of the auxiliary head's loss in UperNet.
 AUXILIARY = 0.4
-# Images that are read ahead of their evaluation.
+# Images that are read ahead of their evaluation, at the least.
 AHEAD = 4
-# Largest scale of an evaluation.
-MOST_SCALE = 4
+# Largest scale of an evaluation, and how many there may be.
+MOST_SCALE, MOST_SCALES = 4, 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +56,12 @@ class SegmentationOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         # Written as `not <=`, so that NaN fails too.
-        if not self.eval_scales or not all(0.1 <= each <= MOST_SCALE for each in self.eval_scales):
-            raise UserError(f"--eval-scales: give numbers from 0.1 to {MOST_SCALE}, as 0.5 1 1.5")
+        fitting = all(0.1 <= each <= MOST_SCALE for each in self.eval_scales)
+        if not 1 <= len(self.eval_scales) <= MOST_SCALES or not fitting:
+            raise UserError(
+                f"--eval-scales: give up to {MOST_SCALES} numbers from 0.1 to {MOST_SCALE}, as 0.5 "
+                "1 1.5"
+            )
 
 
 class MaskMetrics(NamedTuple):
@@ -220,7 +224,7 @@ class MaskEvaluation(Evaluation):
         if not sum(pairs):
             raise UserError(
                 "no image of the validation set has a mask with labeled pixels that can be read; "
-                "give another one, or see the messages above for the reasons"
+                "give a set with masks, or see the messages above, if there are any"
             )
         return MaskMetrics(
             *mean_pairs(square(pairs)), images=round(images), nonfinite=round(nonfinite)
@@ -270,8 +274,9 @@ def read_whole(
         except (UserError, OSError) as error:
             return error
 
-    with ThreadPoolExecutor(AHEAD) as pool:
-        for index, found in zip(ids, ordered_map(try_read, ids, pool, AHEAD), strict=True):
+    ahead = max(AHEAD, loader.threads)
+    with ThreadPoolExecutor(loader.threads) as pool:
+        for index, found in zip(ids, ordered_map(try_read, ids, pool, ahead), strict=True):
             if isinstance(found, Exception):
                 loader.report(index, found)
                 found = None

@@ -353,9 +353,10 @@ class ThreadedLoader:
         # Samples whose score maps were read and hold no impossible values.
         self._checked = np.zeros(len(source.labels), bool)
         self._shapes, self._memory = [], Memory()
-        self._pool = native.Pool(max(1, threads))
+        self.threads = max(1, threads)
+        self._pool = native.Pool(self.threads)
         # Starts its threads when they are needed.
-        self._preparing = ThreadPoolExecutor(max(1, threads), thread_name_prefix="prepare")
+        self._preparing = ThreadPoolExecutor(self.threads, thread_name_prefix="prepare")
 
     def __len__(self) -> int:
         return self.plan.batches

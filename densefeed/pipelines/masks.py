@@ -30,11 +30,11 @@ from densefeed.system.errors import UserError
 # N images   h x w pixels   T pixels of some rows   S map side   M classes of an image's map
 # G samples per pixel and axis
 
-# Sampled values of classes that are made at once, at the least; of fewer that takes as long as the
-# loss. More take memory and show more classes.
+# Values of classes at sampled points that are made at once. To make fewer takes as long as the
+# loss; more take memory and show more classes.
 VALUES = 2**20
-# Sampled points that are made at once, whose coordinates and shares take 50 bytes each.
-POINTS = 2**18
+# Points that are placed at once, at 50 bytes each.
+POINTS = 2**16
 
 
 class PixelRows(NamedTuple):
@@ -95,10 +95,11 @@ class SoftMasks(NamedTuple):
         """Yield the targets of multiples of `count` rows of pixels one after another."""
         (h, w), spec, rules = self.size, self.spec, self.rules
         most = most_samples(self.batch, spec, self.size, rules)
-        across = w * most**2
-        # Two times `count` even of many classes: each block has the overhead of 60 operations.
-        block = count * max(2, VALUES // (count * across * spec.max_palette))
-        band = block * max(1, POINTS // (block * across))
+        points = count * w * most**2
+        # Rounded up: a block has the overhead of 60 operations, as that of two stripes.
+        blocks = min(-(-VALUES // (points * spec.max_palette)), max(1, POINTS // points))
+        block = count * blocks
+        band = block * max(1, POINTS // (blocks * points))
         for image in range(len(self.batch.view)):
             batch = self.batch.map_tensors(lambda field, n=image: field[n : n + 1])
             maps = channels_first(spread_palettes(batch, spec, rules))

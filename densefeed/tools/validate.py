@@ -123,29 +123,32 @@ class Validation(DecodeOptions, ThreadOptions, DeviceOptions):
     """The model and the data to evaluate it on."""
 
     checkpoint: tyro.conf.Positional[Path]  # a checkpoint, or a folder of densefeed train or export
-    # a .beton, a folder of class folders, or a folder of splits, of which `val` is read; of the
-    # folder that the model's run divided by --val-fraction, its validation images
+    # a .beton, a folder of class folders, or a folder of splits, of which `val` is read; images and
+    # masks or objects, as in training; of the folder that the model's run divided by
+    # --val-fraction, its validation images
     data: Path
     # ffcv reads .beton files, folder reads folders; auto: the one that reads the data; dali reads
     # both, decoded by NVIDIA DALI
     loader: str = "auto"
     # name of the dataset, as in densefeed train, if --data is a folder, but not of class folders;
-    # default for masks and photo scenes: that of the model's run
+    # default for a segmentation network: masks, for a detector: instances
     dataset: str = ""
-    size: int = 0  # side of the input, pixels; 0: the size the model was trained at
+    # side of the input, of whole images the shorter one, pixels; 0: the size the model was trained
+    # at
+    size: int = 0
     # side of the crop, share of the shorter side; 0: the checkpoint's value
     crop_pct: float = 0.0
     # filter that resizes the crop; auto: the checkpoint's
     eval_interpolation: Literal["auto", "bilinear", "bicubic"] = "auto"
     # segmentation: scales of the images, whose probabilities are averaged; 1: --size is the shorter
-    # side; none: those of the model's run
+    # side; none: those of the model's run, 1 for an exported one
     eval_scales: Numbers = ()
     weights: Weights = "ema"  # EMA weights where the checkpoint has them, or the raw weights
     model: str = ""  # timm's name of the model, for a checkpoint that does not contain it
     # CSV or JSON of the model's classes and those of the data, as in densefeed label
     class_map: Path | None = None
     real: str = ""  # ReaL labels: path of real.json, or `timm` for the copy in timm
-    # images per forward pass, or windows of segmentation; 0: 128 images or 8 windows
+    # images per forward pass, windows of a segmentation network; 0: 128, windows 8
     batch: NonNegativeInt = 0
     # auto: bf16 autocast on CUDA, float32 on a CPU
     precision: Literal["auto", "fp32", "bf16"] = "auto"
@@ -323,6 +326,8 @@ class Whole(NamedTuple):
 
     evaluation: Evaluation
     masks: Masks  # what the data must have
+    dataset: str  # of data with it, for a network that states none
+    batch: int  # windows per forward pass, or images
     what: str  # for messages
 
 
@@ -343,11 +348,13 @@ def measure_whole_sync(
     metrics = evaluation.mean_sync(sums)
     seconds = time.perf_counter() - began
     warn_nonfinite(metrics)
-    scales = {}
+    more = {}
     if isinstance(evaluation, MaskEvaluation):
-        iou = evaluation.iou_sync(sums)
-        scales = {"eval_scales": evaluation.scales, "iou": dict(zip(names, iou, strict=True))}
-    return {"classes": len(names), **metrics._asdict(), **scales, "images_per_s": count / seconds}
+        found = zip(names, evaluation.iou_sync(sums), strict=True)
+        # A list, as classes may have equal names.
+        more = {"iou": [{"class": name, "iou": value} for name, value in found]}
+        more |= {"eval_scales": evaluation.scales}
+    return {"classes": len(names), **metrics._asdict(), **more, "images_per_s": count / seconds}
 
 
 def warn_nonfinite(metrics: Any) -> None:
@@ -375,45 +382,49 @@ def choose_evaluation(options: Validation, trained: Trained) -> Whole | None:
 
     Raises UserError for an option that has no effect on it.
     """
-    model, whole = trained.model, None
-    unused = {"--eval-scales": options.eval_scales}
-    of_classes = {
+    model, what = trained.model, "a classifier"
+    given = {
+        "--eval-scales": options.eval_scales,
+        "--batch": options.batch,
         "--crop-pct": options.crop_pct,
         "--class-map": options.class_map,
         "--real": options.real,
+        # Whole images are read by Pillow.
+        "--loader dali": options.loader == "dali",
     }
+    whole, used = None, given.keys() - {"--eval-scales"}
     if isinstance(model, UperNet):
         scales = SegmentationOptions(eval_scales=options.eval_scales or trained.eval_scales)
-        whole = Whole(MaskEvaluation(scales.eval_scales), True, "a segmentation network")
-        unused = of_classes
+        evaluation, what = MaskEvaluation(scales.eval_scales), "a segmentation network"
+        whole, used = Whole(evaluation, True, "masks", WINDOWS, what), {"--eval-scales", "--batch"}
     elif isinstance(model, MaskRCNN):
-        whole = Whole(BoxEvaluation(), "instances", "a detector")
-        unused |= of_classes
-    for option in (option for option, value in unused.items() if value):
-        what = whole.what if whole else "a classifier"
+        what = "a detector"
+        whole, used = Whole(BoxEvaluation(), "instances", "instances", 1, what), set()
+    for option in (option for option, value in given.items() if value and option not in used):
         raise UserError(f"{option} has no effect on {trained.path}, {what}; leave it out")
     return whole
 
 
-def open_images(options: Validation, loader: str, trained: Trained, whole: Whole | None) -> Source:
-    """Open the samples, with the masks or objects that the model is evaluated on.
+def open_whole(options: Validation, loader: str, trained: Trained, whole: Whole) -> Source:
+    """Open images with the masks or objects that a network is evaluated on.
 
-    Raises UserError for data without them or with other classes than the run's.
+    Raises UserError for data without them or with other classes than the network's.
     """
     dataset, path = options.dataset, options.data
-    divided = find_division(trained, path)
-    if divided and dataset not in ("", divided.dataset):
-        divided = None
-    if whole and path.is_dir() and not dataset and not divided:
-        dataset = trained.dataset
-        if dataset.startswith("coco/"):
+    if not path.is_dir():
+        raise UserError(
+            f"{path} is not a folder; give --data the folder of the images that {whole.what} is "
+            "evaluated on, and an annotation file of COCO as --dataset coco/FILE"
+        )
+    divided = find_division(trained, path, dataset)
+    if not dataset and not divided:
+        if trained.dataset.startswith("coco/"):
             raise UserError(
-                f"{trained.path} was trained on --dataset {dataset}; give --dataset coco/FILE, the "
-                f"annotation file of the images of {path}"
+                f"{trained.path} was trained on objects of COCO's format; give --dataset "
+                f"coco/FILE, the annotation file of the images of {path}"
             )
+        dataset = whole.dataset
     source = open_source(options, loader, dataset, divided)
-    if not whole:
-        return source
     check_masks(path, source, whole.masks)
     names, known = source.class_names, trained.class_names
     if (known and names != known) or len(names) != trained.model.num_classes:
@@ -436,15 +447,22 @@ def main(options: Validation) -> dict:
     if options.crop_pct:
         Bounds(LEAST_CROP, 1).check("crop_pct", options.crop_pct)
     device = choose_device(options.device)
-    kind = options.weights, options.model, options.size, tuple(OTHERS)
-    trained = open_trained(options.checkpoint, *kind)
+    trained = open_trained(
+        options.checkpoint, options.weights, options.model, options.size, tuple(OTHERS)
+    )
     whole, chosen = choose_evaluation(options, trained), choose_loader(options.loader, options.data)
-    source = open_images(options, chosen, trained, whole)
+    if whole:
+        source = open_whole(options, chosen, trained, whole)
+    else:
+        divided = find_division(trained, options.data, options.dataset)
+        source = open_source(options, chosen, options.dataset, divided)
     warn_training_images(trained, source, options.data)
-    count, usual = len(source.labels), WINDOWS if whole else BATCH
+    count = len(source.labels)
+    # An image has any number of windows.
+    batch = options.batch or whole.batch if whole else min(options.batch or BATCH, count)
     plan = EpochPlan(
         num_samples=count,
-        batch=min(options.batch or usual, count),
+        batch=batch,
         seed=0,
         mode="evaluate",
         sizes=((0, trained.size),),
@@ -516,9 +534,9 @@ def table(row: dict) -> Table:
     return lines
 
 
-def describe_lowest(iou: dict[str, float]) -> str:
+def describe_lowest(iou: list[dict]) -> str:
     """List the classes with the lowest IoU, of those that are there."""
-    lowest = sorted((value, name) for name, value in iou.items() if math.isfinite(value))
+    lowest = sorted((each["iou"], each["class"]) for each in iou if math.isfinite(each["iou"]))
     return ", ".join(f"{name} {100 * value:.1f} %" for value, name in lowest[:LOWEST])
 
 

@@ -35,6 +35,8 @@ Weights = Literal["ema", "raw"]
 OLD_INTERPOLATION = "bilinear"
 # Largest side of the input that a file may ask for, pixels: the model is tried at it.
 MAX_SIZE = 1024
+# Largest side that may be given.
+MOST_SIZE = 4096
 # Patches along a side of an input, if a file states them. Attention over 64 x 64 takes 67 MB a
 # head.
 MAX_PATCHES = 64
@@ -104,8 +106,8 @@ def open_trained(
     Raises UserError.
     """
     path = checkpoints.find_file(path)
-    if size < 0:
-        raise UserError(f"--size is {size}, and must be a number of pixels")
+    if not 0 <= size <= MOST_SIZE:
+        raise UserError(f"--size is {size:,}, and must be a number of pixels up to {MOST_SIZE:,}")
     model, checkpoint = checkpoints.build(path, model_name)
     if isinstance(model, tuple(OTHERS)) and not isinstance(model, others):
         raise UserError(f"{path} holds {OTHERS[type(model)]}")
@@ -146,7 +148,7 @@ def open_trained(
         train=str(read_data(checkpoint).get("train", "")),
         dataset=str(read_data(checkpoint).get("dataset", "")),
         fingerprint=str(checkpoint.get("fingerprint", "")),
-        eval_scales=read_scales(checkpoint, path),
+        eval_scales=read_scales(checkpoint, path) if isinstance(model, UperNet) else (1.0,),
     )
 
 
@@ -195,13 +197,14 @@ def read_section(document: dict, *names: str) -> dict:
     return document
 
 
-def find_division(trained: Trained, path: Path) -> Divided | None:
+def find_division(trained: Trained, path: Path, dataset: str = "") -> Divided | None:
     """Return how the model's run divided the folder `path`; None if that is not the run's data.
 
-    The run's data may have been moved, or images may have been added to it.
+    Nor is it with another `dataset`, if that is given. The run's data may have been moved, or
+    images may have been added to it.
     """
     divided = trained.divided
-    if divided is None or not path.is_dir():
+    if divided is None or not path.is_dir() or dataset not in ("", divided.dataset):
         return None
     if os.path.realpath(divided.root) == os.path.realpath(path):
         return divided

@@ -50,7 +50,7 @@ def stripes(request, monkeypatch):
     """Stripes of one row of pixels, blocks of two, points of four or more; and all at once."""
     monkeypatch.setattr(mask_loss, "STRIPE_BYTES", {"cpu": request.param, "cuda": request.param})
     if request.param == 1:
-        monkeypatch.setattr(masks_module, "VALUES", 1)
+        monkeypatch.setattr(masks_module, "VALUES", 2 * K * SIZE[1])
         monkeypatch.setattr(masks_module, "POINTS", 40 * SIZE[1])
 
 

@@ -60,8 +60,8 @@ def test_a_segmentation_run_has_the_metrics_of_its_last_evaluation(
     suffix = "_ema" if weights == "ema" else ""
     assert [row[name] for name in MASKS] == [want[name + suffix] for name in MASKS]
     assert (row["images"], row["classes"], row["eval_scales"]) == (5, 4, (0.75, 1.5))
-    assert list(row["iou"]) == ["ground", "red", "green", "blue"]
-    assert np.nanmean(list(row["iou"].values())) == pytest.approx(row["miou"])
+    assert [each["class"] for each in row["iou"]] == ["ground", "red", "green", "blue"]
+    assert np.nanmean([each["iou"] for each in row["iou"]]) == pytest.approx(row["miou"])
     assert json.loads(path.read_text())["iou"] == row["iou"]
 
 
@@ -76,7 +76,9 @@ def test_scales_and_size_may_be_others_than_the_runs(segmenter, segments, masked
         sums = evaluation.sum(trained.model, loader, normalize, CPU, None, lambda *_: None)
     want = evaluation.mean_sync(sums)
     assert [row[name] for name in MASKS] == pytest.approx(list(want[:3]), abs=1e-3)
-    assert row["miou"] != validate.main(options(segmenter, masked[0]))["miou"]
+    own = validate.main(options(segmenter, masked[0]))
+    assert (own["batch"], row["batch"]) == (8, 3)
+    assert row["miou"] != own["miou"]
 
 
 @pytest.mark.parametrize("weights", ["ema", "raw"])
@@ -93,7 +95,7 @@ def test_a_detectors_run_has_the_precisions_of_its_last_evaluation(detector, coc
 
 def test_an_exported_network_is_evaluated_at_the_scale_of_its_input(segmenter, masked, tmp_path):
     export.main(Export(checkpoint=segmenter, out=tmp_path / "out"))
-    row = validate.main(options(tmp_path / "out", masked[0], dataset="masks"))
+    row = validate.main(options(tmp_path / "out", masked[0]))
     run = validate.main(options(segmenter, masked[0], eval_scales=(1.0,)))
     assert row["eval_scales"] == (1.0,)
     assert row["iou"] == run["iou"]
@@ -125,9 +127,16 @@ REFUSED = {
         dict(real="timm"),
         dict(class_map=Path("map.csv")),
     ),
-    "is read without masks, which segmentation needs; give --dataset masks": (dict(data="packed"),),
+    "/val.beton is not a folder; give --data the folder of the images that a segmentation": (
+        dict(data="packed"),
+    ),
+    "--loader dali has no effect on .*, a segmentation network": (dict(loader="dali"),),
     "is read with objects, which detection needs": (dict(data="coco", dataset="coco"),),
-    "--eval-scales: give numbers from 0.1 to 4": (dict(eval_scales=(9.0,)),),
+    "--eval-scales: give up to 20 numbers from 0.1 to 4": (
+        dict(eval_scales=(9.0,)),
+        dict(eval_scales=(1.0,) * 21),
+    ),
+    "--size is 100,000, and must be a number of pixels up to 4,096": (dict(size=100_000),),
     r"has 4 classes \(ground, green.*, and the model 4 \(ground, red.*; give data with": (
         dict(data="other"),
     ),
@@ -146,7 +155,7 @@ def test_what_does_not_fit_a_segmentation_network_is_refused(
     roots = {"packed": packed[1], "coco": coco, "other": tmp_path / "other"}
     fields = dict(fields)
     data = roots.get(fields.pop("data", ""), masked[0])
-    if fields.pop("dataset", ""):
+    if "dataset" in fields:
         fields["dataset"] = f"coco/{coco}/annotations/instances_val2017.json"
     with pytest.raises(UserError, match=message):
         validate.main(options(segmenter, data, json=tmp_path / "row.json", **fields))
@@ -156,6 +165,10 @@ def test_what_does_not_fit_a_segmentation_network_is_refused(
 def test_a_detector_needs_the_objects_of_its_images(detector, coco):
     with pytest.raises(UserError, match="give --dataset coco/FILE, the annotation file of"):
         validate.main(options(detector, coco))
+    with pytest.raises(UserError, match=r"val2017.json is not a folder; .* --dataset coco/FILE"):
+        validate.main(options(detector, coco / "annotations/instances_val2017.json"))
+    with pytest.raises(UserError, match=r"--batch has no effect on .*, a detector; leave it out"):
+        validate.main(options(detector, coco, batch=2))
     with pytest.raises(UserError, match=r"--eval-scales has no effect on .*, a detector; leave"):
         validate.main(options(detector, coco, eval_scales=(0.5,)))
 
@@ -169,8 +182,27 @@ def test_scales_have_no_effect_on_a_classifier(micro, tmp_path):
         validate.main(options(tmp_path, data, eval_scales=(0.5,)))
 
 
+def test_outside_classes_of_equal_names_are_told_apart(segmenter, masked, tmp_path):
+    shutil.copytree(masked[0], tmp_path / "data")
+    (tmp_path / "data/classes.txt").write_text("ground\nred\nred\nblue\n")
+    checkpoint = torch.load(segmenter / "last.pt", weights_only=True)
+    torch.save(checkpoint | {"class_names": ["ground", "red", "red", "blue"]}, tmp_path / "last.pt")
+    row, own = (
+        validate.main(options(path, data))
+        for path, data in ((tmp_path, tmp_path / "data"), (segmenter, masked[0]))
+    )
+    assert [each["iou"] for each in row["iou"]] == [each["iou"] for each in own["iou"]]
+
+
+def test_outside_a_dataset_that_a_checkpoint_states_is_not_opened(segmenter, masked, tmp_path):
+    checkpoint = torch.load(segmenter / "last.pt", weights_only=True)
+    checkpoint["config"]["data"]["dataset"] = "hfds/some/dataset"
+    torch.save(checkpoint, tmp_path / "last.pt")
+    assert validate.main(options(tmp_path, masked[0]))["images"] == 5
+
+
 def test_a_damaged_checkpoint_states_no_scales(segmenter, masked, tmp_path):
-    for scales, what in ((("a",), "must be"), ((9.0,), "give numbers from 0.1 to 4")):
+    for scales, what in ((("a",), "must be"), ((9.0,), "give up to 20 numbers")):
         checkpoint = torch.load(segmenter / "last.pt", weights_only=True)
         checkpoint["config"]["objective"]["segmentation"]["eval_scales"] = scales
         torch.save(checkpoint, tmp_path / "last.pt")

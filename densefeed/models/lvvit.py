@@ -37,9 +37,9 @@ class PatchProjection(nn.Conv2d):
     """
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        # On processors with AMX oneDNN 3.12 returns noise for some of these convolutions in
-        # bfloat16, as for 16 channels and a side of 4 (the issues pytorch/pytorch#169688 and
-        # uxlfoundation/oneDNN#5494 are of its kind).
+        # On processors with AMX, oneDNN 3.12 returns noise for some of these convolutions in
+        # bfloat16, such as one with 16 channels and a side of 4. Similar issues are
+        # pytorch/pytorch#169688 and uxlfoundation/oneDNN#5494.
         low = x_NCHW.dtype.itemsize == 2 or torch.is_autocast_enabled("cpu")
         if x_NCHW.is_cuda or low:
             return multiply_patches(x_NCHW, self.weight, self.bias)

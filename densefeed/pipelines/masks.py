@@ -96,7 +96,7 @@ class SoftMasks(NamedTuple):
         (h, w), spec, rules = self.size, self.spec, self.rules
         most = most_samples(self.batch, spec, self.size, rules)
         points = count * w * most**2
-        # Rounded up: a block has the overhead of 60 operations, as that of two stripes.
+        # Rounded up: the overhead of a block, about 60 operations, is that of two stripes.
         blocks = min(-(-VALUES // (points * spec.max_palette)), max(1, POINTS // points))
         block = count * blocks
         band = block * max(1, POINTS // (blocks * points))
@@ -146,7 +146,7 @@ def drop_unseen(maps: PaletteMaps, points: Tensor) -> PaletteMaps:
     if palette.is_cuda:
         return maps
     side = value.shape[1]
-    # aminmax and any of a dimension take 7 times as long.
+    # On a CPU, aminmax took 3 times as long for the points, and any 4 times for the cells below.
     low, high = points.amin((0, 1, 2)), points.amax((0, 1, 2))
     # Cells whose centers are less than a cell away, and some more.
     first = ((low + 1) / 2 * side - 1).floor().int().clamp(0, side - 1).tolist()
@@ -156,7 +156,7 @@ def drop_unseen(maps: PaletteMaps, points: Tensor) -> PaletteMaps:
     seen = (near.amin((1, 2)) != 0) | (near.amax((1, 2)) != 0)
     # One stays, so that there is a greatest.
     seen[0] = True
-    # A mask as an index takes 4 times as long.
+    # A mask as an index took 3.6 times as long.
     kept = seen.nonzero()[:, 0]
     value = value_NMSS.index_select(1, kept).permute(0, 2, 3, 1)
     return PaletteMaps(palette.index_select(1, kept), value, share)

@@ -35,7 +35,7 @@ Weights = Literal["ema", "raw"]
 OLD_INTERPOLATION = "bilinear"
 # Largest side of the input that a file may ask for, pixels: the model is tried at it.
 MAX_SIZE = 1024
-# Largest side that may be given.
+# Largest side that --size may ask for, pixels.
 MOST_SIZE = 4096
 # Patches along a side of an input, if a file states them. Attention over 64 x 64 takes 67 MB a
 # head.
@@ -80,7 +80,7 @@ class Trained(NamedTuple):
     std: tuple[float, ...]
     divided: Divided | None = None  # by --val-fraction
     train: str = ""  # where the training images were; empty: not known
-    dataset: str = ""  # its --dataset
+    dataset: str = ""  # the run's --dataset
     fingerprint: str = ""  # of the training images
     # at which its run evaluates whole images, 1 is `size`
     eval_scales: tuple[float, ...] = (1.0,)
@@ -200,7 +200,7 @@ def read_section(document: dict, *names: str) -> dict:
 def find_division(trained: Trained, path: Path, dataset: str = "") -> Divided | None:
     """Return how the model's run divided the folder `path`; None if that is not the run's data.
 
-    Nor is it with another `dataset`, if that is given. The run's data may have been moved, or
+    Also None if `dataset` is given and is not the run's. The run's data may have been moved, or
     images may have been added to it.
     """
     divided = trained.divided

@@ -407,7 +407,8 @@ def test_patches_in_16_bits_are_those_of_float64(channels, side):
         found += (projection.bfloat16()(image.bfloat16()),)
     for low in found:
         assert low.dtype == torch.bfloat16
-        assert (low - want).norm() / want.norm() < 0.005
+        # Pixels, weights and results are each rounded by up to 2^-9.
+        assert (low - want).norm() / want.norm() < 3 * 2**-9
 
 
 @pytest.mark.parametrize(

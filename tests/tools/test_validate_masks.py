@@ -75,6 +75,7 @@ def test_scales_and_size_may_be_others_than_the_runs(segmenter, segments, masked
     with closing(open_loader(config.data, config.optim, 0, Segmentation, "evaluate")) as loader:
         sums = evaluation.sum(trained.model, loader, normalize, CPU, None, lambda *_: None)
     want = evaluation.mean_sync(sums)
+    # Windows pass in groups of another size, which may change the class of a pixel.
     assert [row[name] for name in MASKS] == pytest.approx(list(want[:3]), abs=1e-3)
     own = validate.main(options(segmenter, masked[0]))
     assert (own["batch"], row["batch"]) == (8, 3)
@@ -117,7 +118,7 @@ def test_outside_what_a_run_divided_is_evaluated_on_what_it_held_out(segments, t
     training.train(with_options(segments(tmp_path / "run", epochs=1), **data))
     row = validate.main(options(tmp_path / "run", tmp_path / "data"))
     want = json.loads((tmp_path / "run/result.json").read_text())
-    assert (row["images"], row["miou"]) == (want["images"], want["miou_ema"]) == (3, row["miou"])
+    assert (row["images"], row["miou"]) == (3, want["miou_ema"])
     assert "evaluating the 3 images that it held out" in capsys.readouterr().out
 
 

@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from collections import Counter
 
 import pytest
 
@@ -27,6 +28,17 @@ def pytest_configure(config: pytest.Config) -> None:
         # By default Python looks for cycles every 700 objects: 15 % of the time of test_recipes.py.
         # Tests that need a collection ask for it.
         gc.set_threshold(50_000)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cases of a test slow that `one_in(n)` leaves out."""
+    seen = Counter()
+    for item in items:
+        if mark := item.get_closest_marker("one_in"):
+            if seen[item.originalname, item.path] % mark.args[0]:
+                item.add_marker(pytest.mark.slow)
+            seen[item.originalname, item.path] += 1
 
 
 def pytest_xdist_auto_num_workers() -> int:

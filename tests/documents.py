@@ -5,10 +5,11 @@ import shlex
 from functools import cache
 
 import densefeed.train as training
+from densefeed.models.meta_device import meta_device
 from densefeed.recipes import RECIPES, command_line
 from densefeed.training.config import Config
 
-from .runs import meta_device, model_for
+from .runs import model_for
 
 FOLDERS = ["--data", "a", "--val", "b", "--out", "c"]
 # The help texts are read from the source in every call of `main`: a third of its time.

@@ -1,7 +1,6 @@
 """Parts of a run that tests build without training, a labeling pass, and records of runs."""
 
 import json
-import re
 from collections.abc import Callable
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -13,7 +12,6 @@ import timm
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from densefeed.objectives import build_objective
 from densefeed.objectives.base import Objective, StepContext, step_loss
@@ -45,20 +43,6 @@ SHARED_AGENT = dict(
     bootstrap="shared",
 )
 
-# Functions that only initialize a weight in place. Models call them directly or by nn.init.
-INITIALIZERS = {
-    *(function for name, function in vars(nn.init).items() if re.fullmatch(r"[a-z]\w*_", name)),
-    *(getattr(Tensor, name) for name in ("uniform_", "normal_", "zero_", "fill_", "erfinv_")),
-    *(getattr(Tensor, name) for name in ("mul_", "add_", "clamp_")),
-}
-
-
-class SkipInitialization(TorchFunctionMode):
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function in INITIALIZERS:
-            return args[0] if args else kwargs["tensor"]
-        return function(*args, **(kwargs or {}))
-
 
 def mark_slow(cases: dict[str, dict], *fast: str) -> list:
     """Return parameters of a test, of which those that are not named are slow: they are alike."""
@@ -77,16 +61,6 @@ def default_dtype(dtype: torch.dtype):
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-@contextmanager
-def meta_device():
-    """Build models on the meta device without initialization, in a quarter of the time.
-
-    A weight on that device has no values, but each operation on it takes as long as a small one.
-    """
-    with torch.device("meta"), SkipInitialization():
-        yield
 
 
 def objective_for(config: Config) -> Objective:

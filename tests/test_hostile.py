@@ -18,7 +18,7 @@ def run_campaign(command, out, campaign, files, seed):
 
 
 def test_hostile_names_end_in_one_sentence(tmp_path, command):
-    run_campaign(command, tmp_path, "names", 5, 0)
+    run_campaign(command, tmp_path, "names", 3, 0)
 
 
 @pytest.mark.slow

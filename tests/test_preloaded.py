@@ -80,11 +80,13 @@ EXITS = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("code", EXITS)
 def test_program_exits_as_in_a_fresh_interpreter(command, code, tmp_path):
     assert command("-c", code, limit=100, cwd=tmp_path).returncode == EXITS[code]
 
 
+@pytest.mark.slow
 def test_teardown_frees_remaining_objects(command):
     code = (
         "import os\n"

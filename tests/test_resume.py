@@ -92,6 +92,7 @@ SPARSE = dict(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "fp16"])
 def test_sparse_attention_resumes_to_the_bit(micro, tmp_path, monkeypatch, precision):
     """Learned exponents, their moments and their EMA included; of fp16 the scale too."""
@@ -189,6 +190,7 @@ DETECT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", mark_slow(DETECT, "bf16"))
 def test_detection_resumes_to_the_bit(detects, tmp_path, monkeypatch, fields):
     """Boxes are sampled by torch's generator, which a resumed run seeds as an uncut one."""
@@ -428,6 +430,7 @@ def damaged(path: Path, harm: str) -> None:
         path.write_bytes(content[: len(content) // 2] if harm == "cut" else b"{]")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("what", "harm"),
     [
@@ -460,6 +463,7 @@ def test_damaged_run_resumes_from_the_newest_valid_checkpoint(
     assert (stopped / "best.pt").resolve().name == (finished / "best.pt").resolve().name
 
 
+@pytest.mark.slow
 def test_the_resumed_run_does_not_keep_a_damaged_checkpoint(micro, tmp_path, monkeypatch):
     """A signal saves step 5, which no later save repeats. Step 3 is the best valid one."""
     out = tmp_path / "run"

@@ -54,6 +54,7 @@ def config(packed, out, **fields):
     )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -157,6 +158,7 @@ def test_ffcv_and_folder_loaders_give_equal_losses(packed, folder, maps, tmp_pat
 AUGMENTED = dict(rand_augment="rand-m9-mstd0.5-inc1", erase_probability=0.5)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("fused", [False, True])
 def test_maps_on_the_device_and_a_fused_head_keep_the_loss(packed, tmp_path, fused):
     """Exactly with resident maps; to 1e-4 with the fused head, which sums in another order."""
@@ -417,6 +419,7 @@ def test_cooldown_adds_epochs_at_the_minimum_rate(packed, tmp_path):
     assert result["epochs"] == 3
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -937,6 +940,7 @@ def test_accuracy_is_over_the_images_that_were_evaluated(folder, tmp_path, capsy
 DHVT = dict(model="dhvt_tiny_cifar_patch4", model_kwargs=("depth=2", "embed_dim=32"))
 
 
+@pytest.mark.slow
 def test_frozen_statistics_stay_while_weights_train(packed, tmp_path):
     """DHVT's published fine-tuning runs in evaluation mode.
 

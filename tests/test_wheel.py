@@ -61,12 +61,14 @@ def read_version(folder: Path) -> str:
     return run(sys.executable, "setup.py", "--version", cwd=folder).strip()
 
 
+@pytest.mark.slow
 def test_outside_the_version_is_the_tag(checkout):
     assert read_version(checkout) == "1.2.3"
     git("commit", "-q", "--allow-empty", "-m", "more", cwd=checkout)
     assert read_version(checkout).startswith("1.2.4.dev1+g")
 
 
+@pytest.mark.slow
 def test_outside_an_archive_of_git_has_the_version(checkout, tmp_path):
     git("archive", "-o", str(tmp_path / "archive.tar"), "HEAD", cwd=checkout)
     with tarfile.open(tmp_path / "archive.tar") as archive:

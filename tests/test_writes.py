@@ -391,7 +391,7 @@ def writers(inputs: Path, folder: Path, maps: Path, packed: tuple[Path, Path]) -
 
 
 # Faults in the suite; commands that need PyTorch's networks take too long for it.
-QUICK = {"store": 6}
+QUICK = {"store": 3}
 SLOW = (
     *("label", "label, lossless", "resume labeling", "merge", "merge into a folder"),
     *("label as a worker", "pack", "convert to lossless", "convert to compact", "convert to raw"),

@@ -10,10 +10,10 @@ import re
 from typing import NamedTuple
 
 import timm
-import torch
 from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import nn
 
+from densefeed.models.meta_device import meta_device
 from densefeed.system.channels import CHANNEL_RANGES, parse_channels
 
 # Arguments of our families, then those of timm's that hold numbers or the name of a variant.
@@ -127,7 +127,7 @@ def numbers_in(value: object) -> list[int | float]:
 
 def build_on_meta(spec: ModelSpec) -> nn.Module:
     """Build a model that has shapes and takes no memory."""
-    with torch.device("meta"):
+    with meta_device():
         return spec.build()
 
 

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from tyro.conf import arg
 
 from densefeed.models.agent_cnn import AgentCNN, make_agent, read_shared, vit_spec
+from densefeed.models.meta_device import meta_device
 from densefeed.models.token_transformer import TokenFeatures, TokenLogits, to_tokens
 from densefeed.models.wrapped_model import WrappedModel
 from densefeed.objectives.base import Method, Place, StepContext
@@ -290,8 +291,9 @@ class Bootstrapping(Method):
 
     def check_sizes(self, twin: nn.Module, num_classes: int) -> None:
         # The meta device computes shapes alone and takes no memory.
-        with torch.device("meta"):
+        with meta_device():
             joint = self.wrap(twin, num_classes, lambda network: network).eval()
+        with torch.device("meta"):
             for side, _ in self.setting.shapes:
                 try:
                     output = joint(torch.empty(1, 3, side, side))

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from densefeed.models import checkpoints  # noqa: F401  (registers our models with timm)
+from densefeed.models.meta_device import meta_device
 from densefeed.models.model_spec import is_registered
 from densefeed.system.errors import UserError, first_line, make_command
 from densefeed.system.options import Bounds, Options
@@ -98,7 +99,7 @@ def costs_by_name(name: str, size: int = 0) -> tuple[Costs, int]:
     set_fused_attn(False)
     try:
         # Large models are counted without memory for their weights.
-        with torch.device("meta"):
+        with meta_device():
             model = timm.create_model(name)
     finally:
         # The setting belongs to the whole process, so the caller gets it back.

@@ -30,6 +30,7 @@ from PIL import Image
 
 from densefeed.explain.heat_maps import HEAT
 from densefeed.models import checkpoints
+from densefeed.models.meta_device import meta_device
 from densefeed.models.token_transformer import TokenTransformer
 from densefeed.objectives import OBJECTIVES, build_objective
 from densefeed.objectives.base import DenseObjective
@@ -240,7 +241,7 @@ def build_augmentation(run: RunRecord, loader: ThreadedLoader) -> tuple[int, Aug
     """
     config = run.config
     # Only the model's sizes and pretrained_cfg are read, so it needs no weights.
-    with torch.device("meta"):
+    with meta_device():
         objective = build_objective(config.setting)
         model, _ = build_model(config.model, config.data, objective, loader.num_classes)
     side, _ = loader.plan.shape(0, 0)

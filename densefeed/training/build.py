@@ -4,7 +4,8 @@ import torch
 from torch import nn
 
 from densefeed.models import checkpoints
-from densefeed.models.model_spec import CANNOT_BUILD, find_forbidden, is_registered
+from densefeed.models.meta_device import meta_device
+from densefeed.models.model_spec import CANNOT_BUILD, build_on_meta, find_forbidden, is_registered
 from densefeed.models.token_transformer import (
     FUSED_FROM,
     TokenTransformer,
@@ -125,8 +126,7 @@ def build_model(
     check_model_sizes(name, data, objective, model)
     if objective.adds_network and not next(model.parameters()).is_meta:
         # A twin on the meta device gives the shapes at every size and computes nothing.
-        with torch.device("meta"):
-            objective.check_sizes(spec.build(), num_classes)
+        objective.check_sizes(build_on_meta(spec), num_classes)
     return model, spec
 
 
@@ -181,7 +181,7 @@ def flops_shares(
     peak = peak_flops(ranks.device, dtype or torch.float32)
     if peak is None or objective.waits:
         return {}
-    with torch.device("meta"):
+    with meta_device():
         # `place` does nothing here, so that added networks stay on the meta device too.
         networks = get_networks(objective.wrap(spec.build(), num_classes, lambda network: network))
     return {

@@ -2,9 +2,12 @@
 
 import csv
 
+import pytest
+
 from benchmarks.any_loop import LoopBenchmark, main
 
 
+@pytest.mark.slow
 def test_small_run_writes_rows(tmp_path):
     results = tmp_path / "results.csv"
     options = LoopBenchmark(

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 def test_small_run_writes_json_and_csv(tmp_path):
     paths = {"json": tmp_path / "out.json", "results": tmp_path / "results.csv"}
     document = main(AugmentBenchmark(batch=3, batches=2, size=32, rounds=2, record=True, **paths))

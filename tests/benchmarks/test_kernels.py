@@ -6,10 +6,9 @@ import torch
 
 from benchmarks.kernels import COPY, PRODUCT, Kernel, KernelBenchmark, floors, list_kernels, main
 from densefeed.models import lvvit  # noqa: F401  (registers its models)
+from densefeed.models.meta_device import meta_device
 from densefeed.system.errors import UserError
 from densefeed.training.speed import training_flops
-
-from ..runs import meta_device
 
 SMALL = dict(model="lvvit_micro", batch=2, size=32, classes=7, device="cpu", threads=1)
 SMALL |= dict(calls=1, rounds=2, side=64, record=False)

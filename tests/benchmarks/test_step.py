@@ -303,6 +303,7 @@ def test_invalid_options_raise(options, message):
         main(small(**options))
 
 
+@pytest.mark.slow
 def test_without_data_the_loader_reads_generated_crops_a_batch_for_each_step(tmp_path):
     document = main(small(objective="token-label", loader="ffcv", cache=tmp_path))
     assert "ours+labels+loader, eager" in {row["name"] for row in document["rows"]}

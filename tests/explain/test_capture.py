@@ -164,6 +164,7 @@ def test_key_map_takes_the_patches_alone():
     assert torch.equal(layout.key_map(values), torch.arange(2.0, 8).view(1, 2, 3))
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])
 def test_nothing_is_left_on_the_model(name, fails):
@@ -305,6 +306,7 @@ def test_agents_and_performers_are_refused_by_name():
         capture_attention(model, ["norm"]).__enter__()
 
 
+@pytest.mark.slow
 def test_compiled_models_are_refused():
     model = build("lvvit_micro")
     with pytest.raises(UserError, match="is compiled"):

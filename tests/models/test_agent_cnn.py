@@ -22,9 +22,8 @@ from densefeed.models.agent_cnn import (
     shared_conv,
     vit_spec,
 )
+from densefeed.models.meta_device import meta_device
 from densefeed.models.token_transformer import TokenLogits
-
-from ..runs import meta_device
 
 # Squares of 1 to 6 taps a side, filled and not.
 HEADS = range(1, 37)

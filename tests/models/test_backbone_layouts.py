@@ -143,6 +143,7 @@ def load_mm(run, tmp_path):
     return torch.load(path, weights_only=True)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("weights", ["ema", "raw"])
 def test_transformers_loads_a_swin_backbone(run, tmp_path, weights):
     transformers = pytest.importorskip("transformers")
@@ -271,6 +272,7 @@ def test_timm_loads_the_features_of_swin(run, tmp_path, capsys, size):
         equal([last.movedim(-1, 1)], want)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", OWN)
 def test_timm_loads_the_features_of_our_models(tmp_path, name):
     kwargs, indices = OWN[name]
@@ -304,6 +306,7 @@ def test_a_map_of_one_window_is_named(tmp_path, capsys):
     assert (got[2] - trained.forward_intermediates(image, [2], norm=True)[1][0]).abs().max() > 1e-3
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("to", ["hf-swin", "mmdet-swin"])
 @pytest.mark.parametrize(
     ("name", "kwargs", "message"),

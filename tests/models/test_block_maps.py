@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from densefeed.models import checkpoints  # noqa: F401  (registers our models)
 from densefeed.models.block_maps import forward_block_maps, forward_merged_maps
-
-from ..runs import meta_device
+from densefeed.models.meta_device import meta_device
 
 SMALL = dict(window_size=2, embed_dim=12, depths=(1, 2, 2, 1), num_heads=(1, 2, 3, 4))
 CVT = dict(dims=(8, 16, 32), depths=(1, 2, 2), num_heads=(1, 2, 4))

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 import densefeed.train as training
 from densefeed.models import checkpoints
 from densefeed.models.lvvit import LVViT, checkpoint_filter_fn
+from densefeed.models.meta_device import meta_device
 from densefeed.models.model_spec import build_on_meta
 from densefeed.objectives import build_objective
 from densefeed.pipelines.augment.augmentation import Normalize
@@ -33,8 +34,6 @@ from densefeed.training import compile, setup
 from densefeed.training.config import Config
 from densefeed.training.load_model import open_trained
 from densefeed.training.run_checkpoints import Checkpoints
-
-from ..runs import meta_device
 
 # The published names of modules that have another name here.
 PUBLISHED = {
@@ -88,6 +87,7 @@ def save(content, path):
     return path
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "size", "rows", "count"),
     [
@@ -145,6 +145,7 @@ def wrap(kind, state, other):
     }[kind]
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("prefix", ["model.", "net.", "backbone.", "module.net._orig_mod."])
 @pytest.mark.parametrize("key", ["state_dict", "model_state_dict", ""])
 def test_outside_prefixes_that_all_weights_share_are_removed(tmp_path, prefix, key):
@@ -160,6 +161,7 @@ def test_outside_prefixes_that_all_weights_share_are_removed(tmp_path, prefix, k
         assert all(map(torch.equal, got.state_dict().values(), model.state_dict().values()))
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("others", "taken"),
     [
@@ -227,6 +229,7 @@ def test_a_prefix_of_the_model_stays(tmp_path):
     assert torch.equal(other.net.weight, model.net.weight)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     "names", [PUBLISHED, NORM, SEQUENCE, {}], ids=["bn", "norm", "sequence", "ours"]
 )
@@ -403,6 +406,7 @@ def test_deit_s_is_initialized_from_timms_file(tmp_path):
     assert torch.equal(model.stem[0].weight, source.patch_embed.proj.weight)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["deit_small_patch16_224", "nfnet_micro", "resnet18"])
 def test_timm_models_are_initialized_from_their_own_files(name, tmp_path):
     """With timm's filter, if the family has one, and the head's name from timm's configuration."""
@@ -613,6 +617,7 @@ def test_another_hash_than_in_the_manifest_is_refused(source, tmp_path, capsys):
 KWARGS = {"num_classes": 5, "img_size": 64}
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -785,6 +790,7 @@ def first_state(monkeypatch, config: Config):
     return seen[0], result
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("ema", [0.0, 0.9])
 def test_a_run_is_initialized_from_another_runs_weights_at_a_larger_size(
     folder, maps, tmp_path, monkeypatch, capsys, ema
@@ -822,6 +828,7 @@ def test_a_run_is_initialized_from_another_runs_weights_at_a_larger_size(
     assert not torch.equal(final["head.weight"], state["head.weight"])
 
 
+@pytest.mark.slow
 def test_the_first_evaluation_is_that_of_the_resized_model(folder, maps, tmp_path, monkeypatch):
     """Without learning and with constant BatchNorm a run reports the initial accuracy."""
     training.train(make_config(folder, maps, tmp_path / "small", epochs=3, lr=3e-3))
@@ -868,6 +875,7 @@ def test_the_first_evaluation_is_that_of_the_resized_model(folder, maps, tmp_pat
     assert reported == pytest.approx(hits / images)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_not_initialized_again(folder, maps, tmp_path, capsys):
     training.train(make_config(folder, maps, tmp_path / "small"))
     last = tmp_path / "small" / "last.pt"

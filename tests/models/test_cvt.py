@@ -7,9 +7,9 @@ from timm.models import group_parameters
 
 from densefeed.models import checkpoints
 from densefeed.models.cvt import CvT
+from densefeed.models.meta_device import meta_device
 from densefeed.tools.model_costs import costs_by_name
 
-from ..runs import meta_device
 from . import plain_layers as plain
 from .laws import check_compiles, check_heads, check_training_step
 

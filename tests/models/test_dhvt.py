@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 from densefeed.models import checkpoints
 from densefeed.models.dhvt import DHVT, SOPE
+from densefeed.models.meta_device import meta_device
 from densefeed.tools.model_costs import costs_by_name
 
-from ..runs import meta_device
 from . import plain_layers as plain
 from .laws import check_compiles, check_heads, check_training_step
 
@@ -78,6 +78,7 @@ QUICK = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in TABLE11]
 )
@@ -449,6 +450,7 @@ def test_initialization_is_the_published_one():
 # ---------------------------------------------------------------- timm's interface
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", TABLE11)
 def test_timm_interface(name):
     model = timm.create_model(name, depth=2, num_classes=5).eval()

@@ -37,6 +37,7 @@ def run(path, x, seed, dtype=None):
     return out, [x.grad, *(p.grad for p in branch.parameters())], branch.counts
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("rate", [0.3, 0.5, 0.7])
 @pytest.mark.parametrize("count", [1, 2, 9])
 @pytest.mark.parametrize("scale", [True, False])
@@ -115,6 +116,7 @@ MODELS = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("recompute", [False, True], ids=["stored", "recomputed"])
 @pytest.mark.parametrize("name", MODELS)
 def test_networks_compute_the_same_in_both_forms(name, recompute):

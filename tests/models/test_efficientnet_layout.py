@@ -98,6 +98,7 @@ def published_state(model):
     return {names[name]: tensor for name, tensor in own.items()}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", TABLES)
 def test_outside_files_of_efficientnet_pytorch_load_tensor_by_tensor(name, tmp_path):
     model = build_random(name)
@@ -117,6 +118,7 @@ def test_outside_files_of_efficientnet_pytorch_load_tensor_by_tensor(name, tmp_p
         assert torch.equal(loaded(image), model(image))
 
 
+@pytest.mark.slow
 def test_outside_wrapped_weights_without_counters_load_with_their_number_of_classes(tmp_path):
     model = build_random("tf_efficientnet_lite0", classes=3)
     state = {
@@ -141,6 +143,7 @@ def test_outside_wrapped_weights_without_counters_load_with_their_number_of_clas
     assert torch.equal(new.conv_head.weight, own["conv_head.weight"])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["tf_efficientnet_lite1", "resnet18", "tf_efficientnet_b0"])
 def test_outside_a_file_of_another_efficientnet_is_refused(name, tmp_path):
     path = tmp_path / "weights.pth"

@@ -223,6 +223,7 @@ def test_outside_a_lost_file_of_the_package_is_named(random_package):
         load(["cat", "dog"])
 
 
+@pytest.mark.slow
 def test_outside_the_command_labels_a_cat_and_a_coffee(
     installed, photographs, wordnet, command, tmp_path
 ):

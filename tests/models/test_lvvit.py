@@ -11,9 +11,9 @@ from timm.optim import param_groups_layer_decay
 from torch.nn import functional as F
 
 from densefeed.models.lvvit import LVViT, PatchProjection, Stem, multiply_patches
+from densefeed.models.meta_device import meta_device
 from densefeed.models.token_transformer import TokenFeatures, TokenLogits
 
-from ..runs import meta_device
 from .laws import check_heads, check_training_step
 
 

@@ -9,9 +9,8 @@ from timm.layers import Attention
 from torch import Tensor
 
 from densefeed.models.agent_cnn import make_agent
+from densefeed.models.meta_device import meta_device
 from densefeed.models.sparse_attention import SparseAttention, entmax
-
-from ..runs import meta_device
 
 DOUBLE = torch.float64
 

@@ -10,10 +10,10 @@ from timm.models import group_parameters
 from torch.nn import functional as F
 
 from densefeed.models import checkpoints
+from densefeed.models.meta_device import meta_device
 from densefeed.models.t2t import T2TViT, TokenPerformer, sinusoids
 from densefeed.tools.model_costs import costs_by_name
 
-from ..runs import meta_device
 from . import plain_layers as plain
 from .laws import check_compiles, check_heads, check_training_step
 
@@ -222,6 +222,7 @@ def test_images_with_partial_patches_are_refused():
         small()(torch.zeros(1, 3, 64, 70))
 
 
+@pytest.mark.slow
 def test_published_names_and_positions_of_another_size_are_loaded(tmp_path):
     """The published file's names are the model's.
 

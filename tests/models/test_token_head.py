@@ -250,6 +250,7 @@ def fields(name: str) -> dict:
     return dict(model=name, model_kwargs=words, size=size, drop_path=0.1)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", RUNS)
 def test_outside_a_run_with_token_labels_adds_the_head(micro, tmp_path, capsys, name):
     """A few steps train it; checkpoint and recipe are those of the plain model beside it."""
@@ -282,6 +283,7 @@ def test_outside_the_export_of_such_a_run_is_the_plain_model(micro, tmp_path):
         assert torch.equal(loaded(image), open_trained(tmp_path / "run").model(image))
 
 
+@pytest.mark.slow
 def test_outside_such_a_run_resumes_to_the_bit_and_starts_from_plain_weights(
     micro, tmp_path, one_thread, capsys
 ):

@@ -4,6 +4,7 @@ import pytest
 import timm
 import torch
 
+from densefeed.models.meta_device import meta_device
 from densefeed.models.upernet import PixelLogits, UperNet
 from densefeed.recipes import RECIPES
 from densefeed.system.errors import UserError
@@ -11,7 +12,7 @@ from densefeed.tools.export import Export, main
 from densefeed.train import train
 from densefeed.training.load_model import open_trained
 
-from ..runs import meta_device, model_for
+from ..runs import model_for
 
 MICRO = dict(
     backbone="lvvit_micro", depth=2, stem=((7, 2), (3, 2), (4, 2)), stem_width=8, img_size=32

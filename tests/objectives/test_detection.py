@@ -538,6 +538,7 @@ def test_an_exported_detector_finds_the_same(detects, tmp_path, monkeypatch, for
             np.testing.assert_allclose(found, want[name], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_export_at_another_size_resamples_the_table_once(detects, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "signal_handler", stopped_after(1))
     training.train(detects(tmp_path / "run"))

@@ -9,6 +9,7 @@ from torch import nn
 
 from densefeed.models import checkpoints  # noqa: F401  (registers our models)
 from densefeed.models.block_maps import forward_block_maps, forward_merged_maps
+from densefeed.models.meta_device import meta_device
 from densefeed.models.wrapped_model import WrappedModel
 from densefeed.objectives.drloc import (
     ALPHA,
@@ -26,8 +27,6 @@ from densefeed.objectives.drloc import (
     regression_loss,
     select_positions,
 )
-
-from ..runs import meta_device
 
 VARIANTS = ("l1", "signed", "ce", "reg", "all")
 SWIN = dict(
@@ -237,6 +236,7 @@ def test_pool_error_lists_all_possible_sides(grid, side, message):
     assert sorted(refused.value.sides) == [side for side in range(grid[0]) if fits(side)]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_map_and_output_match_timm(name):
     """Against timm's own forward_intermediates where it normalizes, and the plain forward pass."""
@@ -420,6 +420,7 @@ def plain_loss(variant, heads, maps, words, weights, side, published):
     return total / weights.sum()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("published", [False, True])
 @pytest.mark.parametrize(("grid", "side"), [((3, 5), 0), ((6, 4), 3)])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -578,6 +579,7 @@ def test_no_weight_decay_of_the_model_is_kept():
     assert other.no_weight_decay() == {"peer.pos_embed", "peer.cls_token"}
 
 
+@pytest.mark.slow
 def test_head_learns_from_a_map_of_coordinates():
     """The head alone reduces the error from 0.33 to below 0.05."""
     torch.manual_seed(0)

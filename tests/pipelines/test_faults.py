@@ -35,9 +35,10 @@ from ..stores import BAD_VALUES, write_store
 
 VICTIM, SIDE = 3, 48
 DECODER = "native"
+DALI = pytest.param("dali", marks=[pytest.mark.dali, pytest.mark.slow])
 
 
-@pytest.fixture(params=["native", pytest.param("dali", marks=pytest.mark.dali)], autouse=True)
+@pytest.fixture(params=["native", DALI], autouse=True)
 def decoder(request, monkeypatch):
     """Run every test of this file with both decoders."""
     monkeypatch.setitem(globals(), "DECODER", request.param)
@@ -193,6 +194,7 @@ def check_skipped(source, row=VICTIM, **options):
 # ----------------------------------------------------------------------- files of every kind
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", READABLE)
 def test_unusual_images_are_read_as_by_the_teacher(data, tmp_path, name):
     """`folder` gives the pixels of storage.images.decode, which the teacher uses; so does `ffcv`,
@@ -218,6 +220,7 @@ def test_unusual_images_are_read_as_by_the_teacher(data, tmp_path, name):
         assert epoch(source, mode="train")[0].weight.all()  # and any crop of it can be read
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_bad_images_are_refused_with_their_path_or_skipped_and_counted(
     data, tmp_path, name, capsys
@@ -252,6 +255,7 @@ def test_a_file_truncated_anywhere_is_refused(data):
             error_of(FolderSource(root, "train"))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "encoded",
     [{}, {"progressive": True}, {"restart_marker_rows": 1}],

@@ -42,6 +42,7 @@ def make_blocks(height, width, seed):
     return Image.fromarray(pixels), classes
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("height", "width", "seed", "views", "flip"),
     [

@@ -248,6 +248,7 @@ def test_the_loader_can_be_used_after_leaving_early(opened, kind):
     reader.close()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["ffcv", DALI])
 def test_closing_from_another_thread_raises_in_the_consumer(opened, kind):
     """Never an interpreter crash, in any state of the consumer."""
@@ -351,7 +352,8 @@ def child_of(command, tmp_path):
     return lambda *words: command.start("-c", code, *words, **how)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("folder", marks=pytest.mark.slow), "ffcv", DALI])
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("kind", ["ffcv", "folder", DALI])
 def test_ctrl_c_interrupts_a_wait(child_of, slow, kind):
     """2,000 photographs of 12 megapixels take minutes. On two idle cores the wait ends within 0.1 s
     and the process within 2 s, on busy ones later.

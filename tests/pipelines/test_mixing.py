@@ -176,6 +176,7 @@ def test_the_mean_target_is_that_of_the_visible_tokens():
     assert torch.isfinite(nothing.extra).all()
 
 
+@pytest.mark.slow
 def test_frequency_and_strength_of_mixing_follow_the_options():
     """2,000 steps: shares within 4 standard deviations; CutMix's box covers the share that is not
     kept, unless it is clipped.

@@ -17,6 +17,7 @@ def plan(**fields):
     return EpochPlan(**{"num_samples": 1000, "batch": 32, "seed": 7, "mode": "train"} | fields)
 
 
+@pytest.mark.slow
 def test_order_is_uniform():
     """Every sample is equally frequent at every position: over 6,000 epochs of 6 samples,
     chi-square with 25 degrees of freedom.
@@ -375,6 +376,7 @@ def test_block_order_deviates_from_uniform_as_documented():
     assert share("random") == pytest.approx(uniform, abs=4 * (uniform / 4e5) ** 0.5)
 
 
+@pytest.mark.slow
 def test_block_order_is_shuffled_at_both_levels():
     """Every sample is equally frequent at every position, any three blocks can form a window."""
     chosen = plan(num_samples=12, block=2, window=3, order="blocks")

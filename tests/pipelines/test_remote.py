@@ -80,6 +80,7 @@ def assert_equal(ours, theirs):
             assert torch.equal(tensor, other.tensors[name]), name
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "options",
     [{}, {"order": "blocks", "block": 2, "window": 2}, {"repeats": 2}, {"mode": "evaluate"}],
@@ -136,6 +137,7 @@ def test_dali_reads_the_same_batches_as_from_the_local_file(url, local, tmp_path
     assert_equal(ours, read(FfcvSource(local), (0, 1), make=DaliLoader))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "damage",
     ["flip", "cut", "grown", "gone", "folder", "empty", "objects.json", "index", "lock", "sums"],
@@ -273,6 +275,7 @@ def test_a_replaced_object_that_another_run_reads(url, local, tmp_path):
     source.close()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [

@@ -139,6 +139,7 @@ def test_the_digest_covers_every_field(paths, expected):
         assert digest(batches) != expected["plain"], batches[0]._fields[field]
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", ["folder", "maps inside", "maps beside", "no index", *DALI])
 def test_batches_do_not_depend_on_threads_and_storage(paths, expected_of, kind, plan):
@@ -151,6 +152,7 @@ def test_batches_do_not_depend_on_threads_and_storage(paths, expected_of, kind, 
         )
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(("ranks", "parts"), [(2, 0), (4, 0), (1, 4), (2, 4)])
 @pytest.mark.parametrize("dali", [False, pytest.param(True, marks=pytest.mark.dali)])
@@ -167,6 +169,7 @@ def test_merged_ranks_equal_one_rank(paths, expected_of, ranks, parts, plan, dal
     )
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", ["folder", "maps inside", *DALI[:2]])
 def test_resuming_at_any_batch_gives_the_same_batches(paths, expected, kind, plan):

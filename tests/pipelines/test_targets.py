@@ -161,6 +161,7 @@ def test_the_sparse_loss_and_its_gradient_are_the_dense_ones(random_maps, absent
     assert (ours.grad.double() - theirs.grad).abs().max() < 1e-7
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("sheared", [False, True])
 @pytest.mark.parametrize(
     ("grid", "dtype"),
@@ -827,6 +828,7 @@ def test_a_crop_far_outside_a_small_window_stays_small(random_maps, sheared):
     assert made[0].weight.isfinite().all()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("geometry", ["aligned", "published"])
 @pytest.mark.parametrize("absent", ["tail", "zero-logit"])
 @pytest.mark.parametrize("sheared", [False, True])
@@ -872,10 +874,8 @@ def test_autocast_leaves_targets_as_they_are(random_maps, sheared):
     assert all(torch.equal(a, b) for a, b in zip(plain, cast, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("sheared", "backend"),
-    [pytest.param(False, "inductor", marks=pytest.mark.slow), (True, "aot_eager")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("sheared", "backend"), [(False, "inductor"), (True, "aot_eager")])
 def test_targets_and_loss_compile_whole(random_maps, sheared, backend):
     """One graph, and equal to eager; inductor once, since it takes seconds."""
     maps = random_maps(3, 6, 2, 8)

@@ -51,7 +51,7 @@ TRAININGS = {
 STEPS = [n for n, recipe in RECIPES.items() if not OBJECTIVES[recipe().objective.name].waits]
 # How names of jobs end that compile, which takes minutes, are like a fast one, or count launches of
 # a large model, 5 s.
-SLOW = ("blocks", "graph", "on the device", "never", "levers", "kernels")
+SLOW = ("blocks", "graph", "on the device", "sgd", "never", "levers", "kernels")
 LIMIT, SLOW_LIMIT = 600, 2400
 
 

@@ -91,6 +91,7 @@ def orient_all(maps, orientation):
 # ------------------------------------------------------------------------------------- clean stores
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("form", ["raw", "compact", "lossless"])
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_clean_store_raises_no_alarm(clean, located, tmp_path, form, which):
@@ -118,6 +119,7 @@ def test_without_images_and_reference_some_checks_are_unchecked(clean):
     assert "none was given" in find_check(result, "orientation").evidence
 
 
+@pytest.mark.slow
 def test_a_reference_that_does_not_locate_objects_gives_no_verdict(clean, located):
     """Random weights give no alarm."""
     for seed in range(4):
@@ -163,6 +165,7 @@ def test_orientations_are_the_eight_symmetries_of_the_square():
         np.testing.assert_array_equal(upright(orient(pixels, number), number), pixels)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("orientation", range(1, 8))
 def test_oriented_maps_are_a_fault_that_names_the_orientation(
     clean, located, tmp_path, orientation
@@ -282,6 +285,7 @@ def test_windows_of_another_geometry_are_a_fault(clean, tmp_path):
     assert "(0.0, 0.0, 1.0, 1.0), not (0.0, 0.125, 1.0, 0.875)" in fault.evidence
 
 
+@pytest.mark.slow
 def test_the_layout_of_a_pack_is_found(clean, located):
     """Both orders of axes and both footprints are found.
 

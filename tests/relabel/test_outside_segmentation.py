@@ -69,6 +69,7 @@ def test_outside_a_coarse_output_stays_as_it_is():
         assert Network(Segmenter(scale=16), SIZE, CONFIG)(pictures()).shape == (2, 4, 4, 3)
 
 
+@pytest.mark.slow
 def test_outside_torchvisions_and_transformers_networks_are_teachers():
     from transformers import SegformerConfig, SegformerForSemanticSegmentation
 

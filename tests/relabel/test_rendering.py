@@ -67,6 +67,7 @@ def encode(image: Image.Image, kind: str = "JPEG", **options) -> bytes:
     return buffer.getvalue()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("filter", ["BILINEAR", "BICUBIC", "LANCZOS"])
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("size", [48, 224, 576])

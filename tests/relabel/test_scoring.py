@@ -64,6 +64,7 @@ def test_bf16_agrees_with_fp32_to_its_eight_bits():
     assert 0 < error < 10 * 2.0**-8 * exact.abs().max()  # roundings of ten layers
 
 
+@pytest.mark.slow
 def test_a_compiled_scorer_keeps_the_same_numbers(monkeypatch):
     """The graph of the compiler's front end is run as it is.
 

@@ -293,6 +293,7 @@ def test_an_input_size_that_a_network_does_not_take_is_reported():
         Teacher(model, 64, "squash", CONFIG, name="vit", tta_views=4).views(50, 50)
 
 
+@pytest.mark.slow
 def test_a_compiled_teacher_gives_the_same_map():
     """Views, a class map and an ensemble in one graph of torch.compile, without code generation."""
     image = mosaic(6 * CELL, 6 * CELL)

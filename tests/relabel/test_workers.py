@@ -149,6 +149,7 @@ def test_workers_write_every_form(many, whole, tmp_path, form):
         assert 0 < store.error.variation_mean < store.error.variation_max < 0.01
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "out", ["maps", "maps.h5", pytest.param("bucket", marks=pytest.mark.slow)], indirect=True
 )
@@ -227,6 +228,7 @@ def test_a_worker_continues_with_the_rows_of_one_that_left(many, whole, tmp_path
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("form", ["raw", "compact"])
 def test_a_file_is_made_of_its_shards(many, whole, tmp_path, monkeypatch, form):
     """Also by a run that follows one killed at the conversion; then it is finished already."""
@@ -250,6 +252,7 @@ def test_a_file_is_made_of_its_shards(many, whole, tmp_path, monkeypatch, form):
         join(many, out, form=form, top_k=1)
 
 
+@pytest.mark.slow
 def test_a_worker_that_comes_after_the_last_shard_labels_nothing(many, tmp_path, monkeypatch):
     """Between its look for the file and its plan another worker finishes the file."""
     out, real, labeled = tmp_path / "maps.h5", workers.plan_shards, []
@@ -315,6 +318,7 @@ def test_a_share_is_parsed_as_index_of_count(many, tmp_path, text):
         label(begin(many), tmp_path / "maps.h5", share=Share(0, 2))
 
 
+@pytest.mark.one_in(2)
 def test_a_late_worker_is_identical_or_refused(many, whole, out, tmp_path, capsys):
     objects, shard = open_objects(copy_store(whole, out)), plan(many).shards[1]
     (finished,) = (whole / SHARDS).glob(f"{shard.name}-*.h5")
@@ -476,6 +480,7 @@ def test_a_replaced_image_is_found_by_the_sizes_in_the_plan(many, tmp_path, fini
     assert files(out) == files(fresh.path)
 
 
+@pytest.mark.slow
 def test_a_replaced_image_is_found_beside_a_removed_one(many, tmp_path):
     """The rows of all later images differ then."""
     folder, out = shutil.copytree(many, tmp_path / "images"), tmp_path / "maps"

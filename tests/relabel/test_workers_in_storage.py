@@ -67,6 +67,7 @@ def test_the_objects_are_the_files_of_a_folder(many, whole, bucket, tmp_path):
     assert find_changed(copy.path, read_manifest(copy.path)) == {}
 
 
+@pytest.mark.slow
 def test_named_images_and_lost_shards_are_labeled_again(many, whole, bucket, tmp_path, capsys):
     out = copy_store(whole, bucket / "maps")
     with pytest.raises(UserError, match=r"no finished shard of s3://.*/maps has the image cat/x"):
@@ -195,6 +196,7 @@ def test_faults_that_pass_leave_the_same_bytes(many, whole, bucket, disturb, tmp
     assert files(tmp_path / "copy") == copied(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "words"),
     [

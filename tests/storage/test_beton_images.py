@@ -78,6 +78,7 @@ def labeled(bare, folder, teacher, tmp_path_factory):
     return stores
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("form", ["jpeg", "planes", "stock"])
 def test_outside_a_packed_file_is_labeled_like_its_images(labeled, bare, folder, form):
     with closing(FfcvSource(bare[form], labeled[form])) as source:

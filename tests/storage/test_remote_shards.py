@@ -68,6 +68,7 @@ def test_images_equal_those_on_a_disk(local, remote, kind, split):
     assert Images(remote[kind], kind, split).paths == want.paths
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_labels_and_packed_file_are_equal_bytes_in_spite_of_faults(
     folder, remote, maps, packed, tmp_path, disturb, kind

@@ -39,6 +39,7 @@ def test_the_average_shard_has_the_size_that_was_asked_for():
     assert len(split_images(make_paths(count), size)) == pytest.approx(count / size, rel=0.1)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("change", ["remove", "add"])
 def test_a_changed_image_changes_few_shards(change):
     """On average the shard of the image, and a tenth of one beside it."""

@@ -43,6 +43,7 @@ def test_directories_in_a_circle_are_counted_once():
     assert count_values(file) == 2
 
 
+@pytest.mark.slow
 def test_directories_without_end_are_not_read():
     """40 directories of 65,535 entries, of which each points to all others."""
     size, count = 2 + 12 * 65_535, 40

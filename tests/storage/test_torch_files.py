@@ -62,7 +62,14 @@ BOMBS = {
 }
 
 
-@pytest.mark.parametrize(("make", "said"), BOMBS.values(), ids=BOMBS)
+# A million operations take 4 s of the scans.
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        pytest.param(*bomb, id=name, marks=[pytest.mark.slow] * (name == "empty lists"))
+        for name, bomb in BOMBS.items()
+    ],
+)
 def test_bombs_are_refused_at_once(make, said, tmp_path):
     """A deflated pickle of 65 kB took 5 GB and 43 s."""
     file = make()

@@ -118,6 +118,7 @@ def test_a_help_text_that_a_new_process_cannot_print(to, code):
     assert (done.returncode, done.stderr) == (code, f"error: {FULL}\n" if code else "")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("replace", "code"),
     [("os.close(1); sys.stdout = None", 0), ("os.dup2(os.open('/dev/full', os.O_WRONLY), 1)", 2)],

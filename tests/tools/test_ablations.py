@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from densefeed.models.meta_device import meta_device
 from densefeed.recipes.ablations import RUNS, TABLES
 from densefeed.system.errors import UserError
 from densefeed.system.options import leaves
@@ -17,7 +18,7 @@ from densefeed.tools.quickstart import Quickstart
 from densefeed.training.config import Config
 
 from ..documents import parse, table_rows
-from ..runs import meta_device, model_for, objective_for
+from ..runs import model_for, objective_for
 
 ROOT = Path(__file__).parents[2]
 

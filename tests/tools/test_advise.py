@@ -265,6 +265,7 @@ def test_the_recommended_command_is_printed_as_it_is(folder, tmp_path, run, caps
     assert document["advice"] in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_command_needs_a_recipe_and_data(command):
     done = command("tools/advise.py", "lvvit_micro_ce")
     assert done.returncode == 2

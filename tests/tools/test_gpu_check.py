@@ -98,6 +98,7 @@ def test_stages_that_fail_or_hang_stop_no_other(check, capsys):
     assert "works: measuring" not in table
 
 
+@pytest.mark.slow
 def test_the_same_command_goes_on_with_what_is_missing(check, capsys):
     with pytest.raises(SystemExit):
         gpu_check.main(check)
@@ -109,6 +110,7 @@ def test_the_same_command_goes_on_with_what_is_missing(check, capsys):
     assert (check.out / "results.csv").read_text().count("images/s") == 2
 
 
+@pytest.mark.slow
 def test_stages_that_were_never_begun_precede_those_that_failed(check):
     """A stage that fails each time would otherwise take their time in each call."""
     for only in (("fails",), ()):

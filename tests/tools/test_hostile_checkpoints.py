@@ -22,7 +22,7 @@ from ..hostile import children, mutations
 
 # Attempts of the short form; SOAK_FILES=1000 for more.
 FIRST = int(os.environ.get("SOAK_FIRST", 0))
-SHORT = 9
+SHORT = 5
 COUNT = int(os.environ.get("SOAK_FILES", SHORT))
 WAYS = *mutations.BY_SUFFIX[".pt"], *[mutations.flip_bits, mutations.cut] * 2
 

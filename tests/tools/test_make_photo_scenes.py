@@ -198,6 +198,7 @@ def test_what_is_held_out_is_never_in_training(scenes):
     assert behind["val"] == behind["held-out"] == set(BACKGROUNDS) - behind["train"]
 
 
+@pytest.mark.slow
 def test_scenes_depend_on_the_seed_and_not_on_their_number(folders, scenes, tmp_path):
     main(describe(folders, tmp_path / "more", train=30, val=12, held_out=3, threads=1))
     main(describe(folders, tmp_path / "other", seed=1))

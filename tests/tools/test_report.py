@@ -397,6 +397,7 @@ def test_outside_tokens_are_drawn_without_their_names(student):
     assert text.count('<i class="swatch"') >= 6
 
 
+@pytest.mark.slow
 def test_outside_an_audit_of_other_images_is_refused(student, tmp_path):
     """It was shown as what the labels of the run's images cost."""
     group = {"by": "all", "crops_are": "all", "images": 2, "crops": 8}
@@ -492,6 +493,7 @@ def test_outside_masks_of_other_classes_are_not_shown(segments, masked, tmp_path
     assert "What the model predicts" not in (tmp_path / "run/report.html").read_text()
 
 
+@pytest.mark.slow
 def test_outside_found_objects_are_beside_the_true_ones(detects, tmp_path):
     training.train(detects(tmp_path / "run", epochs=1))
     main(Report(runs=(tmp_path / "run",)))
@@ -563,6 +565,7 @@ def test_outside_options_that_differ_lie_below_a_run_and_widen_no_table(run_fold
     assert 'class="differs"' not in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("section", "values", "said"),
     [

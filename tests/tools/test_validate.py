@@ -115,6 +115,7 @@ def plain_loop(
     return names, torch.tensor(labels), torch.stack(logits)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("crop_pct", "batch", "filter"),
     [(1.0, 30, "bilinear"), (1.0, 7, "bicubic"), (1.0, 7, "auto"), (0.5, 4, "bilinear")],

@@ -13,18 +13,20 @@ import densefeed
 import densefeed.train as training
 from densefeed.models import checkpoints
 from densefeed.models.lvvit import LVViT
+from densefeed.models.meta_device import meta_device
 from densefeed.objectives import base
 from densefeed.objectives.drloc import LocalizedModel
 from densefeed.pipelines.mixing import Mix, box_map
 from densefeed.system.errors import UserError
 from densefeed.training.speed import mean_flops_share, training_flops
 
-from ..runs import meta_device, model_for, train_loader, wrapped_and_first_batch
+from ..runs import model_for, train_loader, wrapped_and_first_batch
 
 BUCKETS = dict(aspects=(0.75, 4 / 3), side_multiple=8, size=48)
 SHAPES = [(56, 40), (40, 56)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "fields", [BUCKETS | dict(multi_scale=(48, 64)), dict(sizes=((0, 16), (2, 48)))]
 )

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import densefeed.train as training
 from densefeed.models import checkpoints
 from densefeed.models.agent_cnn import AgentCNN
+from densefeed.models.meta_device import meta_device
 from densefeed.objectives import bootstrapping
 from densefeed.objectives.base import step_loss
 from densefeed.pipelines.targets import TargetRules, sparse_targets
@@ -24,14 +25,7 @@ from densefeed.training.ranks import Ranks
 from densefeed.training.setup import setup_run
 from densefeed.training.student import build_student, update
 
-from ..runs import (
-    first_batch,
-    meta_device,
-    model_for,
-    objective_for,
-    records,
-    wrapped_and_first_batch,
-)
+from ..runs import first_batch, model_for, objective_for, records, wrapped_and_first_batch
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 # Two blocks: at 32 pixels the agent's maps are 4 x 4 and 2 x 2, and its last one is 1 x 1.
@@ -61,6 +55,7 @@ def config(micro, tmp_path):
 # ------------------------------------------------------------------------- whole runs
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -137,6 +132,7 @@ def test_dry_run_counts_memory_of_both_networks(config, capsys):
     assert both >= alone + 0.005  # 0.5 M parameters of the agent, four times 4 bytes each
 
 
+@pytest.mark.slow
 def test_dry_run_counts_gradients_of_shared_weights(config, capsys, monkeypatch):
     """10 D² numbers and 6 D biases in each of two blocks, D = 936: 70 MB.
 
@@ -468,6 +464,7 @@ TRANSFORMERS = {
 }
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_transformers_with_and_without_agents(config, name):
     """Agents exist for plain blocks with any number of heads, whoever has the weights.

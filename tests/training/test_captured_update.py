@@ -56,7 +56,7 @@ def masked(monkeypatch):
     monkeypatch.setattr("densefeed.training.compile.skip_dropped", lambda model, skip: None)
 
 
-@pytest.mark.parametrize("fields", mark_slow(CASES, "token labels", "drloc"))
+@pytest.mark.parametrize("fields", mark_slow(CASES, "token labels"))
 def test_captured_updates_equal_plain_ones(micro, tmp_path, tapes, masked, fields):
     """Inputs, seeds, rates and step numbers are new in every replay."""
     training.train(micro(tmp_path / "plain", **fields))
@@ -71,6 +71,7 @@ def test_captured_updates_equal_plain_ones(micro, tmp_path, tapes, masked, field
             torch.testing.assert_close(other[part], one[part], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_captured_update_that_is_skipped_leaves_nothing(
     micro, tmp_path, tapes, masked, monkeypatch
 ):
@@ -97,6 +98,7 @@ def test_a_captured_update_that_is_skipped_leaves_nothing(
         torch.testing.assert_close(graph[part], plain[part], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_resumed_training_equals_one_without_interruption(micro, tmp_path, tapes, monkeypatch):
     """It begins without graphs: the same numbers, bit for bit."""
     fields = dict(compile="graph", epochs=5, **AUGMENTED)

@@ -172,6 +172,7 @@ def test_recipe_with_its_method_off_is_its_baseline(name):
     check_unused(with_options(NAMED[name], drloc="none", bootstrap="none"), NAMED[name])
 
 
+@pytest.mark.slow
 def test_command_compares_with_its_recipe(monkeypatch):
     """Before anything is opened, and with the values of the recipe."""
     trained: list[Config] = []

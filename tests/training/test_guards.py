@@ -83,6 +83,7 @@ def test_first_nonfinite_tensor_is_named(layer, message):
     assert not any(m._forward_hooks for m in model.modules())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", ["blocks", "whole"])
 def test_outside_first_nonfinite_tensor_of_a_compiled_step_is_named(monkeypatch, mode):
     """Compiled code ignores the hooks; what follows the block would be named instead."""

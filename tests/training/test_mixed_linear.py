@@ -251,7 +251,8 @@ def test_norms_are_not_summed_by_image_where_ranks_share_gradients():
     assert type(net.norm2) is nn.LayerNorm
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_one_compilation_serves_every_step(backend):
     """Without graph breaks; gradients are those of the layers in eager mode."""
     torch._dynamo.reset()

@@ -269,6 +269,7 @@ RECIPES = [
 IN_FLOAT32 = {"targets.py", "t2t.py"}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("recipe", "depth"), RECIPES)
 def test_a_step_of_a_recipe_waits_for_nothing_and_multiplies_in_16_bits(recipe, depth):
     config = recipes.RECIPES[recipe]()
@@ -285,12 +286,14 @@ def test_a_step_of_a_recipe_waits_for_nothing_and_multiplies_in_16_bits(recipe, 
     assert not watch.products
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_step_waits_for_nothing_whatever_its_options(name):
     watch = run_step(with_options(LVVIT(), **{"model_kwargs": ("depth=2",)} | OPTIONS[name]))
     assert watch.waits == []
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["much augmentation", "color jitter"])
 def test_a_step_waits_for_nothing_without_triton(monkeypatch, name):
     """Augmentation and targets have plain PyTorch for builds that come without."""

@@ -3,6 +3,7 @@
 import pytest
 
 import densefeed.train as training
+from densefeed.models.meta_device import meta_device
 from densefeed.objectives import check_unused
 from densefeed.recipes import RECIPES, command_line
 from densefeed.system.errors import UserError
@@ -10,7 +11,7 @@ from densefeed.system.options import with_options
 from densefeed.training.build import build_model
 from densefeed.training.config import Config
 
-from ..runs import meta_device, objective_for
+from ..runs import objective_for
 
 
 def read(monkeypatch, *words: object) -> Config:

@@ -11,6 +11,7 @@ import timm
 import tyro
 from torch import nn
 
+from densefeed.models.meta_device import meta_device
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.recipes import PAPERS, RECIPES
 from densefeed.system.errors import UserError
@@ -19,7 +20,7 @@ from densefeed.tools.model_costs import costs_by_name
 from densefeed.training.schedule import learning_rate
 
 from ..documents import FOLDERS, count_parameters, parse, table_rows
-from ..runs import meta_device, model_for, objective_for, wrap
+from ..runs import model_for, objective_for, wrap
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,6 +71,7 @@ def test_docs_list_every_recipe():
     assert LISTED.keys() == RECIPES.keys()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
 def test_recipe_text_and_model(recipe, monkeypatch):
     about = recipe.text
@@ -530,6 +532,7 @@ def test_steps_of_table_3_have_one_filter(monkeypatch):
 ABLATIONS = table_rows((ROOT / "densefeed" / "recipes" / "ABLATIONS.md").read_text(), 4)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("row", "line", "count", "paper"), ABLATIONS, ids=lambda cell: cell.strip("`")[16:]
 )
@@ -557,6 +560,7 @@ def test_ablation_table_is_complete():
 CURVES = table_rows((ROOT / "densefeed" / "recipes" / "ABLATIONS.md").read_text(), 3)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("curve", "line", "count"), CURVES, ids=lambda cell: cell[-24:])
 def test_curves_of_dhvt_are_commands_of_unlike_models(curve, line, count, monkeypatch):
     config = parse(line.strip("`"), monkeypatch)
@@ -571,6 +575,7 @@ COMPARED = [
 ]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("table", "theirs", "ours", "count", "paper"), COMPARED, ids=lambda cell: cell.strip("`")
 )
@@ -598,6 +603,7 @@ COSTS = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("row", "pixels", "model", "here", "paper"), COSTS)
 def test_docs_multiply_adds_of_lvvit(row, pixels, model, here, paper):
     """Within 1.3 % of the paper's, but for 16.0, which the text below the table names."""

@@ -17,6 +17,7 @@ from torch import nn
 
 import densefeed.train as training
 from densefeed.models import lvvit  # noqa: F401  (registers its models)
+from densefeed.models.meta_device import meta_device
 from densefeed.system.devices import peak_memory
 from densefeed.system.errors import UserError
 from densefeed.system.options import with_options
@@ -28,7 +29,7 @@ from densefeed.training.ranks import ALONE, Ranks
 from densefeed.training.setup import setup_run
 from densefeed.training.speed import ActivationBytes, RunClock, peak_flops, training_flops
 
-from ..runs import SHARED_AGENT, meta_device, model_for, objective_for, records
+from ..runs import SHARED_AGENT, model_for, objective_for, records
 
 CPU = torch.device("cpu")
 
@@ -335,6 +336,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.slow
 def test_freed_memory_is_reused(command):
     """Five times the same 120 MiB: 30,720 pages of 4 KiB each time if memory were returned."""
     faults = {how: int(command("-c", FAULTS, how).stdout) for how in ("kept", "left")}

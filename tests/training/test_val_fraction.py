@@ -74,6 +74,7 @@ def flow(photos, micro, tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 def test_outside_label_pack_and_train_agree_on_the_division(photos, flow):
     division = SplitOptions(**HELD)
     train, val = (Images(photos, split=split, division=division) for split in ("train", "val"))
@@ -224,6 +225,7 @@ def test_outside_open_loader_opens_both_parts(photos):
     assert sizes == [19, 6]
 
 
+@pytest.mark.slow
 def test_outside_a_run_is_resumed_from_its_packed_parts(flow, photos, micro):
     """The division is compared by the images that it gives."""
     packed = dict(data=flow / "train.beton", val=flow / "val.beton")

@@ -214,6 +214,7 @@ def densify(targets, classes: int) -> torch.Tensor:
     return dense.scatter_add(2, index, targets.extra.double())
 
 
+@pytest.mark.slow
 def test_200_samples_equal_the_published_pipeline(photos, store):
     """The same draws in; images within what resampling rounds, labels to 1e-5."""
     source = FolderSource(photos, "train", store, threads=2)

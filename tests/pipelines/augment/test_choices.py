@@ -147,6 +147,7 @@ def test_magnitudes_follow_timms_distribution(text):
     assert distance < 2.23 * math.sqrt(2 / 20_000)
 
 
+@pytest.mark.slow
 def test_weighted_choices_follow_numpys_distribution():
     """Without replacement and in order: counts of the pairs (first, second) in 30,000 draws,
     against numpy's.

@@ -7,6 +7,7 @@ an errno fails. Only calls on paths below one folder count.
 import ctypes
 import errno
 import mmap
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ INTERRUPTED = (*WRITES, "fsync", "ftruncate", "ftruncate64", "posix_fallocate", 
 SECONDS = 300
 CALLS = 1 << 14
 TOOLS = sorted(path.stem for path in (ROOT / "densefeed" / "tools").glob("[a-z]*.py"))
+COMMANDS = (*LIBRARIES, "densefeed.train", *(f"densefeed.tools.{name}" for name in TOOLS))
 
 
 def list_faults(call: str) -> list[int]:
@@ -52,19 +54,21 @@ class Done(NamedTuple):
 
 
 class FaultServer:
-    """Runs commands of the checkout; `words` are those of `command`."""
+    """Runs commands of the checkout, which find `modules` imported.
 
-    def __init__(self, folder: Path) -> None:
+    `words` are those of `command`.
+    """
+
+    def __init__(self, folder: Path, modules: Iterable[str] = COMMANDS) -> None:
         library = compile_c(
             folder / "faults.so", [Path(__file__).with_suffix(".c")], "-O1", "-shared", "-fPIC"
         )
         with (folder / "state").open("w+b") as file:
             file.truncate(ctypes.sizeof(State))
             self._state = State.from_buffer(mmap.mmap(file.fileno(), 0))
-        modules = "densefeed.train", *(f"densefeed.tools.{name}" for name in TOOLS)
         environment = {"LD_PRELOAD": str(library), "FAULT_STATE": str(folder / "state")}
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        self._command = Preloaded((*LIBRARIES, *modules), environment)
+        self._command = Preloaded(modules, environment)
         self.close = self._command.close
 
     def __call__(self, *words: object, folder: Path, at: int = 0, fault: int = 0) -> Done:

@@ -1,5 +1,6 @@
 """Fixtures shared by the tests: small real datasets, score maps, configs, commands."""
 
+import atexit
 import errno
 import fcntl
 import gc
@@ -117,12 +118,11 @@ def no_host_read():
 def frozen_modules():
     """Exclude all imported modules from garbage collection, which takes 0.6 s with them.
 
-    There is no collection before: conftest.py turns it off.
+    There is no collection before: conftest.py turns it off. pytest collects ten times at its end.
     """
     gc.freeze()
     gc.enable()
-    yield
-    gc.unfreeze()  # Triton prints at exit which of its objects were not freed
+    atexit.register(gc.unfreeze)  # Triton prints at exit which of its objects were not freed
 
 
 @pytest.fixture(autouse=True)
@@ -145,22 +145,22 @@ def environment_of_the_test():
 
 
 @pytest.fixture(scope="session")
-def command():
-    """`command(*WORDS)` runs `python WORDS` in the checkout like a user, and captures the output.
-
-    See preloaded.py for the options.
-    """
-    with closing(Preloaded()) as preloaded:
-        yield preloaded
-
-
-@pytest.fixture(scope="session")
 def shared(tmp_path_factory) -> Path:
     """A folder that all workers of pytest-xdist share; their own are beside each other."""
     root = tmp_path_factory.getbasetemp()
     folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "shared"
     folder.mkdir(exist_ok=True)
     return folder
+
+
+@pytest.fixture(scope="session")
+def command(shared):
+    """`command(*WORDS)` runs `python WORDS` in the checkout like a user, and captures the output.
+
+    See preloaded.py for the options. All workers share a server, whose imports take 5 to 8 s.
+    """
+    with closing(Preloaded(folder=shared)) as preloaded:
+        yield preloaded
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ changed later. `Preloaded.start` then starts a fresh interpreter, as it does for
 import atexit
 import builtins
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
@@ -33,6 +34,7 @@ import types
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 ROOT = Path(__file__).parent.parent
 LIBRARIES = (
@@ -186,21 +188,43 @@ class Forked:
 class Preloaded:
     """The command server, which is started by the first command.
 
-    It imports `modules` and runs with `environment` added to the variables of this process.
+    It imports `modules` and runs with `environment` added to the variables of this process. With
+    the same `folder`, processes share a server; the last one that is closed stops it.
     """
 
     def __init__(
-        self, modules: Iterable[str] = LIBRARIES, environment: dict[str, str] | None = None
+        self,
+        modules: Iterable[str] = LIBRARIES,
+        environment: dict[str, str] | None = None,
+        folder: Path | None = None,
     ) -> None:
-        self._server, self._modules, self._own = None, modules, environment or {}
+        self._modules, self._own, self._given = modules, environment or {}, folder
+        self._server, self._life = None, None
 
-    def _start_server(self) -> None:
-        self._folder = tempfile.TemporaryDirectory()
-        self._address, self._relay = (
-            os.path.join(self._folder.name, name) for name in ("socket", "python")
+    def _open_server(self) -> None:
+        """Start the server, or find that of the folder."""
+        self._environment = start_variables(os.environ | self._own)
+        self._temporary = None if self._given else tempfile.TemporaryDirectory()
+        folder = self._given or Path(self._temporary.name)
+        self._address, self._relay, life = (
+            str(folder / name) for name in ("socket", "python", "life")
         )
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with contextlib.suppress(FileExistsError):
+                os.mkfifo(life)
+            # The server ends when nobody has this pipe open for writing. Opened for both, it does
+            # not wait for the server.
+            self._life = os.open(life, os.O_RDWR)
+            try:
+                connect(self._address).close()
+            except OSError:
+                self._start_server(life)
+
+    def _start_server(self, life: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._address)  # of a server that has ended
         environment = os.environ | self._own
-        self._environment = start_variables(environment)
         arguments = f"{self._address!r}, {sys.executable!r}, {self._environment!r}"
         relay = (
             f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); "
@@ -215,18 +239,16 @@ class Preloaded:
             listener.bind(self._address)
             listener.listen(64)
             self._server = subprocess.Popen(
-                [sys.executable, __file__, str(listener.fileno()), *self._modules],
+                [sys.executable, __file__, str(listener.fileno()), life, *self._modules],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 pass_fds=[listener.fileno()],
             )
-            self._life = connect(self._address)
-            listener.close()
-            ready = self._life.recv(1)
-            if not ready:
-                self._server.wait()
+            with connect(self._address) as first:
+                listener.close()
+                ready = first.recv(1)
             log.seek(0)
             printed = log.read().decode()
         # Output of imports would be missing from the output of the commands.
@@ -255,8 +277,8 @@ class Preloaded:
         """
         words = list(map(str, words))
         environment = os.environ | self._own | (environment or {})
-        if self._server is None:
-            self._start_server()
+        if self._life is None:
+            self._open_server()
         if fresh or needs_interpreter(words, environment, self._environment):
 
             def set_limit() -> None:
@@ -303,12 +325,13 @@ class Preloaded:
             return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
     def close(self) -> None:
-        """Stop the server and all commands that still run."""
-        if self._server is not None:
-            self._life.close()
-            self._server.wait()
-            self._server = None
-            self._folder.cleanup()
+        """Leave the server; the last one stops it and all commands that still run."""
+        if self._life is not None:
+            os.close(self._life)
+            self._life = None
+            if self._temporary:
+                self._server.wait()
+                self._temporary.cleanup()
 
 
 def relay(address: str, interpreter: str, environment: dict[str, str]) -> None:
@@ -331,7 +354,7 @@ def relay(address: str, interpreter: str, environment: dict[str, str]) -> None:
 # ------------------------------------------------------------------------- Server side
 
 
-def serve(listener: socket.socket, life: socket.socket) -> dict:
+def serve(listener: socket.socket, life: BinaryIO) -> dict:
     """Fork a process for each connection, which forks the command and reports its exit.
 
     Returns only in the process of a command, with its request.
@@ -345,6 +368,8 @@ def serve(listener: socket.socket, life: socket.socket) -> dict:
         listener.close()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         content, streams, *_ = socket.recv_fds(connection, 2**20, 3)
+        if not content:  # a process has only asked whether there is a server
+            break
         process = os.fork()
         if not process:
             connection.close()
@@ -436,9 +461,10 @@ def preload(modules: list[str]) -> None:
 if __name__ == "__main__":
     requested = {}
     atexit.register(exit_early, requested)  # registered first, so it runs last
-    with socket.socket(fileno=int(sys.argv[1])) as listener, listener.accept()[0] as life:
-        preload(sys.argv[2:])
-        life.send(b"+")
+    with socket.socket(fileno=int(sys.argv[1])) as listener, open(sys.argv[2], "rb") as life:
+        with listener.accept()[0] as first:
+            preload(sys.argv[3:])
+            first.send(b"+")
         request = serve(listener, life)
     teardown, status = request.pop("teardown"), 1
     try:

@@ -1,8 +1,12 @@
 """A forked command behaves like one in a fresh interpreter."""
 
 import json
+import signal
+from contextlib import closing
 
 import pytest
+
+from .preloaded import Preloaded
 
 # Print everything that a program can see of its process, except the differences that preloaded.py
 # lists.
@@ -105,3 +109,23 @@ def test_variables_read_at_start_get_a_fresh_interpreter(command, monkeypatch):
     assert optimized.stdout.split() == ["1", "False"]
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert command("-c", code).stdout.split() == ["0", "False"]
+
+
+def test_processes_share_the_server_of_a_folder(tmp_path):
+    """Until the last one is closed; then another server is started there."""
+    first, second = (Preloaded(("json",), folder=tmp_path) for _ in range(2))
+    # A command is a child of a child of its server.
+    grandparent = "print(open(f'/proc/{os.getppid()}/stat').read().split()[3], end='')"
+    words = "-c", f"import os; {grandparent}"
+    one, other = first(*words), second(*words)
+    assert (one.returncode, one.stderr) == (0, "")
+    assert one.stdout == other.stdout == str(first._server.pid)
+    assert second._server is None
+    first.close()
+    assert second(*words).stdout == one.stdout
+    with second.start("-c", "import time; time.sleep(600)") as endless:
+        second.close()
+        assert endless.wait(60) == -signal.SIGKILL
+    assert first._server.wait(60) == 0
+    with closing(Preloaded(("json",), folder=tmp_path)) as third:
+        assert third(*words).stdout == str(third._server.pid) != one.stdout

@@ -38,6 +38,13 @@ def run(tmp_path_factory):
         yield server
 
 
+@pytest.fixture(scope="module")
+def run_store(tmp_path_factory):
+    """As `run`, without the imports of the commands."""
+    with closing(FaultServer(tmp_path_factory.mktemp("faults"), ["tests.stores"])) as server:
+        yield server
+
+
 @dataclass
 class Writer:
     """A command that writes to a folder: its words, the files it makes, the files it begins with.
@@ -406,13 +413,14 @@ SLOW = (
     "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
 def test_no_fault_leaves_a_wrong_file_or_is_hidden(
-    name, run, request, folder, maps, packed, tmp_path, capsys
+    name, request, folder, maps, packed, tmp_path, capsys
 ):
     """After exit 0 the files are those of an undisturbed run; else one sentence names them.
 
     In the undisturbed run every file is on disk before it gets its name.
     """
     inputs = tmp_path if name in QUICK else request.getfixturevalue("inputs")
+    run = request.getfixturevalue("run_store" if name in QUICK else "run")
     campaign = Campaign(run, tmp_path, writers(inputs, folder, maps, packed)[name])
     faults = campaign.faults(QUICK.get(name, 10))
     wrong = find_unsynced(campaign.calls)

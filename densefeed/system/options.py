@@ -252,7 +252,7 @@ def refuse_unused(unused: Mapping[str, str], given: Collection[str]) -> None:
 
 
 def with_options(options: Nested, **values: Any) -> Nested:
-    """Copy nested options with other values of some leaves, or other classes of options.
+    """Return nested options with other values of some leaves, or other classes of options.
 
     A leaf is set by its name on the command line, a class of options by the name of its field.
     TypeError for an unknown name.
@@ -265,17 +265,22 @@ def with_options(options: Nested, **values: Any) -> Nested:
 
 
 def replace_leaves(options: Nested, values: dict[str, Any]) -> Nested:
-    """Return a copy of nested options with the `values` that it has, which are popped."""
+    """Return nested options with the `values` that they have, which are popped.
+
+    Where nothing changes they are the same object: a copy would be checked again.
+    """
     changed = {}
     for name, hint in hints(type(options)).items():
         value, leaf = getattr(options, name), leaf_name(name, hint)
         if dataclasses.is_dataclass(values.get(name)):
             changed[name] = values.pop(name)
         elif dataclasses.is_dataclass(value):
-            changed[name] = replace_leaves(value, values)
+            part = replace_leaves(value, values)
+            if part is not value:
+                changed[name] = part
         elif leaf in values:
             changed[name] = values.pop(leaf)
-    return dataclasses.replace(options, **changed)
+    return dataclasses.replace(options, **changed) if changed else options
 
 
 def from_dict(template: Nested, values: Mapping[str, Any]) -> Nested:

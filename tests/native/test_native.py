@@ -80,11 +80,12 @@ def random_box(rng, height, width, least=8) -> tuple[int, int, int, int]:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
+def plain(shared, run_once):
     """The library as built for processors without AVX2 and carry-less multiplication."""
     flags = ("-O3", "-shared", "-fPIC", "-fvisibility=hidden", "-DDENSEFEED_PLAIN")
-    out = tmp_path_factory.mktemp("plain") / "plain.so"
-    return ctypes.CDLL(str(compile_c(out, [NATIVE / f"{name}.c" for name in SOURCES], *flags)))
+    sources = [NATIVE / f"{name}.c" for name in SOURCES]
+    path = run_once("plain", lambda: str(compile_c(shared / "plain.so", sources, *flags)))
+    return ctypes.CDLL(path)
 
 
 def test_struct_offsets_match_c(tmp_path):

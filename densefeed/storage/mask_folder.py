@@ -71,7 +71,7 @@ class MaskFolder:
     def __init__(
         self, root: str | Path, split: str = "train", classes: Sequence[str] | None = None
     ) -> None:
-        self.root, names = Path(root), None
+        self.root, names, table = Path(root), None, None
         # What is subtracted from ids; 0 then is UNLABELED.
         self._first = 0
         # Photo scenes: the class of each value of a mask.
@@ -83,7 +83,7 @@ class MaskFolder:
         elif (self.root / "annotations").is_dir():
             split = ADE_SPLITS.get(split, split)
             images, masks = self._pair(f"images/{split}", f"annotations/{split}")
-            self._first, names = 1, read_ade_classes(self.root / "objectInfo150.txt")
+            self._first, table = 1, self.root / "objectInfo150.txt"
         elif (self.root / "masks").is_dir():
             images, masks = self._pair("images", "masks")
         elif not self.root.is_dir():
@@ -94,13 +94,16 @@ class MaskFolder:
                 " VOC); give the folder that holds one of them beside its images"
             )
         listed = self.root / "classes.txt"
-        if classes is None and listed.is_file():
+        if classes is not None:
+            names = classes
+        elif listed.is_file():
             names = [line for _, line in read_lines(listed)]
-        names = names if classes is None else classes
+        elif table and table.is_file():
+            names = read_ade_classes(table)
         if not names:
             raise UserError(
-                f"the classes of {root} are not known; give classes=[...], or write {listed} with "
-                "one name a line"
+                f"the classes of {root} are not known; write {listed} with one name a line (in "
+                "Python, classes=[...] serves too)"
             )
         self.classes, self.images, self.masks = list(names), images, masks
 
@@ -228,13 +231,11 @@ class MaskFolder:
         return int(ids.bincount().argmax()) if len(ids) else 0
 
 
-def read_ade_classes(path: Path) -> list[str] | None:
-    """Read the names of ADE20K's 150 classes from its table; None if there is no such file."""
-    if not path.is_file():
-        return None
+def read_ade_classes(path: Path) -> list[str]:
+    """Read the names of ADE20K's 150 classes from its table."""
     rows = [line.split("\t") for _, line in read_lines(path)]
     if not rows or "Name" not in rows[0]:
-        raise UserError(f"{path} has no column Name; copy it again, or give classes=[...]")
+        raise UserError(f"{path} has no column Name; copy it again, or write classes.txt beside it")
     column = rows[0].index("Name")
     return [row[column].strip() for row in rows[1:] if len(row) > column]
 

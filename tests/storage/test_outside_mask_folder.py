@@ -135,10 +135,21 @@ def test_outside_masks_may_be_named_in_capitals(plain):
 
 
 def test_outside_classes_must_be_known(plain):
-    with pytest.raises(UserError, match=r"the classes of .* are not known; give classes="):
+    with pytest.raises(UserError, match=r"the classes of .* are not known; write .*classes\.txt"):
         MaskFolder(plain)
     (plain / "classes.txt").write_text("\n".join(NAMES))
     assert MaskFolder(plain).classes == NAMES
+
+
+def test_outside_a_damaged_table_of_ade20k_is_not_needed_beside_other_names(tmp_path):
+    """Its error offered classes that were then not read."""
+    write(tmp_path, "images/training", "annotations/training", IDS % 255 + 1)
+    (tmp_path / "objectInfo150.txt").write_text("Index\n1\n")
+    with pytest.raises(UserError, match=r"objectInfo150\.txt has no column Name; .* classes\.txt"):
+        MaskFolder(tmp_path)
+    assert MaskFolder(tmp_path, classes=NAMES).classes == NAMES
+    (tmp_path / "classes.txt").write_text("\n".join(NAMES))
+    assert MaskFolder(tmp_path).classes == NAMES
 
 
 class Segmenter(nn.Module):

@@ -4,6 +4,7 @@ Soft targets of 512 x 512 pixels over 150 classes would take 157 MB an image. So
 stored maps instead, and the loss makes the targets of some rows of pixels at a time (`blocks`).
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -113,7 +114,7 @@ class SoftMasks(NamedTuple):
                     sampled = slice(first * most, end * most)
                     points, share = table[0][:, sampled], table[1][:, :, sampled]
                     inside = table[2][:, first:end].flatten(1)
-                    pool_map = partial(pool_points, points, share, most)
+                    pool_map = partial(pool_classes, points, share, most)
                     seen, rows = drop_unseen(maps, points), slice(top + first, top + end)
                     soft = finish_targets(seen, pool_map, inside, batch.weight, spec, rules)
                     hard = None if self.hard is None else self.hard[image, rows].flatten().long()
@@ -135,6 +136,19 @@ def channels_first(maps: PaletteMaps) -> PaletteMaps:
     return maps._replace(value=value)
 
 
+def pool_classes(points: Tensor, share: Tensor, most: int, map_NSSM: Tensor) -> Tensor:
+    """Pool the map of one image as `pool_points` does, on all threads of a CPU.
+
+    PyTorch's grid_sample divides maps among its threads, and not their classes: two threads sampled
+    128 classes in 0.45 of the time as two maps of 64.
+    """
+    threads = 1 if map_NSSM.is_cuda else torch.get_num_threads()
+    parts = math.gcd(map_NSSM.shape[3], threads)
+    map_PSSM = map_NSSM.unflatten(3, (parts, -1)).squeeze(0).permute(2, 0, 1, 3)
+    pooled_PTM = pool_points(points.expand(parts, -1, -1, -1), share, most, map_PSSM)
+    return pooled_PTM.permute(1, 0, 2).flatten(1)[None]
+
+
 def drop_unseen(maps: PaletteMaps, points: Tensor) -> PaletteMaps:
     """Return the map of one image without the classes that no cell around `points` names.
 
@@ -154,8 +168,10 @@ def drop_unseen(maps: PaletteMaps, points: Tensor) -> PaletteMaps:
     value_NMSS = value.permute(0, 3, 1, 2)
     near = value_NMSS[0, :, first[1] : last[1], first[0] : last[0]]
     seen = (near.amin((1, 2)) != 0) | (near.amax((1, 2)) != 0)
-    # One stays, so that there is a greatest.
+    # One stays, so that there is a greatest, and up to 3 more, which pool_classes can divide.
     seen[0] = True
+    more = -seen.sum() % min(torch.get_num_threads(), 4)
+    seen[(~seen).nonzero()[:more, 0]] = True
     # A mask as an index took 3.6 times as long.
     kept = seen.nonzero()[:, 0]
     value = value_NMSS.index_select(1, kept).permute(0, 2, 3, 1)

@@ -90,6 +90,17 @@ def test_outside_the_loss_of_pixels_is_that_of_a_grid_of_tokens(labels, view, ru
     torch.testing.assert_close(logits.grad.double(), grad, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("threads", [2, 3, 4])
+def test_outside_targets_are_those_of_one_thread(labels, stripes, threads):
+    """Threads divide the classes, to which up to 3 are added; their zeros change a sum's order."""
+    found = []
+    for count in (1, threads):
+        torch.set_num_threads(count)
+        blocks = labels.soft_masks(range(N), VIEWS["crops"], SIZE, RULES["smooth"]).blocks(1)
+        found.append(torch.cat([block.soft.dense(K) for block in blocks], 1))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-9)
+
+
 @pytest.mark.parametrize("rules", RULES)
 def test_outside_a_default_dtype_of_64_bits_changes_no_loss_of_float32(labels, rules):
     """As in scripts that call torch.set_default_dtype. Equal to the bit: nothing takes it."""

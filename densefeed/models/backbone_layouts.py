@@ -13,8 +13,9 @@ Facts on the layouts, with the file that states each:
   (1, 0), (0, 1), (1, 1), is that of transformers. The index of relative positions is the same in
   all three.
 
-Both others normalize each output, for which a classifier has weights after the last stage alone:
-the other norms get a scale of 1 and a shift of 0, with which both packages begin.
+Both others normalize each output. A network of segmentation or detection on a Swin has a norm for
+each too. A classifier has one after the last stage alone; the other norms get a scale of 1 and a
+shift of 0, with which both packages begin.
 """
 
 import re
@@ -26,6 +27,7 @@ from timm.models import SwinTransformer
 from torch import Tensor, nn
 
 from densefeed.models.model_spec import CANNOT_BUILD
+from densefeed.models.on_backbone import OnBackbone, find_backbone
 from densefeed.system.errors import UserError, first_line
 
 # Replaced in this order.
@@ -102,12 +104,18 @@ def shifts_everywhere(model: SwinTransformer) -> bool:
 
 
 def rename(
-    model: SwinTransformer, names: Sequence[tuple[str, str]], norm: str, first: int
+    network: SwinTransformer | OnBackbone, names: Sequence[tuple[str, str]], norm: str, first: int
 ) -> dict[str, Tensor]:
-    """Return the weights without the head, by other names; `norm` is that of a stage's output.
+    """Return the weights without heads, by other names; `norm` is that of a stage's output.
 
     Stages are counted from `first` in it. Patch merging becomes the end of the stage before.
     """
+    model = find_backbone(network)
+    last, norms = len(model.layers) - 1, {}
+    if isinstance(network, OnBackbone):
+        norms = dict(zip(network.taken, network.branches, strict=True))
+    else:
+        norms[last] = model.norm
     state = model.state_dict()
     for i, stage in enumerate(model.layers):
         for j, block in enumerate(stage.blocks):
@@ -123,17 +131,16 @@ def rename(
         for old, new in names:
             name = name.replace(old, new)
         renamed[name] = tensor
-    last = len(model.layers) - 1
     for i, stage in enumerate(model.layers):
-        layer = model.norm if i == last else nn.LayerNorm(stage.blocks[0].dim)
+        layer = norms.get(i) or nn.LayerNorm(stage.blocks[0].dim)
         renamed |= {f"{norm}{first + i}.{key}": value for key, value in layer.state_dict().items()}
     return renamed
 
 
-def to_hf_swin(model: SwinTransformer) -> dict[str, Tensor]:
+def to_hf_swin(network: SwinTransformer | OnBackbone) -> dict[str, Tensor]:
     """Return the weights by the names of transformers' SwinBackbone, an output for each stage."""
     state = {}
-    for name, tensor in rename(model, HF_NAMES, "hidden_states_norms.stage", 1).items():
+    for name, tensor in rename(network, HF_NAMES, "hidden_states_norms.stage", 1).items():
         if ".qkv." in name:
             parts = zip(("query", "key", "value"), tensor.chunk(3), strict=True)
             state |= {name.replace("qkv", part): rows.clone() for part, rows in parts}
@@ -142,10 +149,10 @@ def to_hf_swin(model: SwinTransformer) -> dict[str, Tensor]:
     return state
 
 
-def to_mm_swin(model: SwinTransformer) -> dict[str, Tensor]:
+def to_mm_swin(network: SwinTransformer | OnBackbone) -> dict[str, Tensor]:
     """Return the weights by the names of mmdetection's and mmsegmentation's SwinTransformer."""
     state = {}
-    for name, tensor in rename(model, MM_NAMES, "norm", 0).items():
+    for name, tensor in rename(network, MM_NAMES, "norm", 0).items():
         if ".downsample." in name:
             # From [column, row, channel] to [channel, row, column].
             tensor = tensor.unflatten(-1, (2, 2, -1)).transpose(-1, -3).flatten(-3)
@@ -172,7 +179,6 @@ def to_features(model: nn.Module, subject: str, name: str) -> dict[str, Tensor]:
     except CANNOT_BUILD as error:
         raise UserError(
             f"{subject} has no form with features_only in timm that takes these weights "
-            f"({type(error).__name__}: {first_line(error)}); leave out --to and export the "
-            "classifier"
+            f"({type(error).__name__}: {first_line(error)}); leave out --to and export it whole"
         ) from error
     return taken

@@ -94,6 +94,11 @@ class OnBackbone(nn.Module):
         return [branch(x) for branch, x in zip(self.branches, maps, strict=True)]
 
 
+def find_backbone(model: nn.Module) -> nn.Module:
+    """Return the classifier in a network of segmentation or detection, or the model itself."""
+    return model.backbone if isinstance(model, OnBackbone) else model
+
+
 def init_convolution(module: nn.Module) -> None:
     """Initialize a convolution as OpenMMLab's modules do: normal, fan out; classifiers of 0.01."""
     if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):

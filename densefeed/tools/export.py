@@ -23,7 +23,7 @@ filter; config.json calls it `bilinear`, which is the same filter in timm. If se
 written, all of them are complete before the first one gets its name. A second export to the same
 folder at the same time is refused.
 
---to writes the backbone alone, without the head, as others load it:
+--to writes the backbone alone, without head or decoder, as others load it:
 
     densefeed export runs/swin --to hf-swin --out backbone
     densefeed export runs/swin --to mmdet-swin --out backbone.pth
@@ -67,7 +67,7 @@ from densefeed.models.backbone_layouts import (
     to_mm_swin,
 )
 from densefeed.models.mask_rcnn import MaskRCNN
-from densefeed.models.on_backbone import OnBackbone
+from densefeed.models.on_backbone import OnBackbone, find_backbone
 from densefeed.models.upernet import UperNet
 from densefeed.system.errors import BusyError, UserError, first_line, install_extra, make_command
 from densefeed.system.files import (
@@ -112,7 +112,7 @@ class Export(Options):
     out: Path  # the folder to write; with --to mmdet-swin or timm-features the file
     # safetensors writes config.json too, as timm reads it
     format: Literal["safetensors", "onnx", "both"] = "safetensors"
-    # the classifier, or its backbone for others' detectors and segmenters
+    # the whole model, or its backbone for others' detectors and segmenters
     to: Literal["classifier", "hf-swin", "mmdet-swin", "timm-features"] = "classifier"
     weights: Weights = "ema"  # EMA weights where the checkpoint has them, or the raw weights
     size: int = 0  # side of the input, pixels; 0: the size the model was trained at
@@ -165,9 +165,15 @@ def write_state(state: Mapping[str, torch.Tensor], path: Path) -> None:
     path.write_bytes(safetensors.torch.save(state, metadata={"format": "pt"}))
 
 
+def name_backbone(trained: Trained) -> str:
+    """Return timm's name of the model, or of the classifier in it."""
+    model = find_backbone(trained.model)
+    return trained.name if model is trained.model else model.pretrained_cfg["architecture"]
+
+
 def measure(trained: Trained) -> dict:
     """Return the sizes of a Swin; UserError for another model."""
-    return measure_swin(trained.model, f"{trained.path}: {trained.name}")
+    return measure_swin(find_backbone(trained.model), f"{trained.path}: {name_backbone(trained)}")
 
 
 def write_hf_config(trained: Trained, path: Path) -> None:
@@ -194,7 +200,8 @@ def write_mm_swin(trained: Trained, path: Path) -> None:
 
 def write_features(trained: Trained, path: Path) -> None:
     """Write the weights of timm's features_only."""
-    write_state(to_features(trained.model, f"{trained.path}: {trained.name}", trained.name), path)
+    model, name = find_backbone(trained.model), name_backbone(trained)
+    write_state(to_features(model, f"{trained.path}: {name}", name), path)
 
 
 def name_loader(trained: Trained, to: str, out: Path) -> str:
@@ -203,9 +210,9 @@ def name_loader(trained: Trained, to: str, out: Path) -> str:
         return f"transformers.SwinBackbone.from_pretrained({str(out)!r})"
     if to == "timm-features":
         stated = {"features_only": True, "checkpoint_path": str(out)}
-        args = stated | timm.models.get_model_args(trained.model)
+        args = stated | timm.models.get_model_args(find_backbone(trained.model))
         words = ", ".join(f"{name}={value!r}" for name, value in args.items())
-        return f"timm.create_model({trained.name!r}, {words})"
+        return f"timm.create_model({name_backbone(trained)!r}, {words})"
     sizes = measure(trained)
     names = {"num_channels": "in_channels", "embed_dim": "embed_dims"}
     words = {names.get(name, name): value for name, value in sizes.items() if name != "image_size"}
@@ -445,11 +452,6 @@ def main(export: Export) -> list[Path]:
     check_new(files)
     named = export.weights, export.model, export.size
     trained = open_trained(export.checkpoint, *named, others=(UperNet, MaskRCNN))
-    if export.to != "classifier" and isinstance(trained.model, OnBackbone):
-        raise UserError(
-            f"{trained.path} holds a {trained.name}, and --to {export.to} writes a classifier's "
-            "backbone; give the classifier that it began with, or leave out --to to write all"
-        )
     check_outputs(trained)
     new_folder = not out.exists()
     try:
@@ -472,10 +474,11 @@ def main(export: Export) -> list[Path]:
     if export.to != "classifier":
         print(f"load it with {name_loader(trained, export.to, export.out)}")
         print(f"its input is RGB from 0 to 1, minus {trained.mean}, divided by {trained.std}")
-    if export.to in ("hf-swin", "mmdet-swin") and not shifts_everywhere(trained.model):
+    shifting = export.to in ("hf-swin", "mmdet-swin")
+    if shifting and not shifts_everywhere(find_backbone(trained.model)):
         print(
-            f"note: at {trained.size} px a map of the classifier is one window, which timm does "
-            "not shift and this backbone does: its outputs from there on differ from the classifier"
+            f"note: at {trained.size} px a map of the model is one window, which timm does not "
+            "shift and this backbone does: its outputs from there on differ from the model's"
         )
     return list(files)
 

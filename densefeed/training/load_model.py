@@ -16,7 +16,7 @@ from torch import nn
 from densefeed.models import checkpoints
 from densefeed.models.mask_rcnn import MaskRCNN
 from densefeed.models.model_spec import CANNOT_BUILD, imagenet_names
-from densefeed.models.on_backbone import OnBackbone
+from densefeed.models.on_backbone import find_backbone
 from densefeed.models.token_transformer import TokenTransformer
 from densefeed.models.upernet import UperNet
 from densefeed.objectives import Objectives, build_objective, complete
@@ -311,11 +311,6 @@ def at_size(
             "another --size"
         ) from error
     return model, kwargs
-
-
-def find_backbone(model: nn.Module) -> nn.Module:
-    """Return the classifier in a network of segmentation or detection, or the model itself."""
-    return model.backbone if isinstance(model, OnBackbone) else model
 
 
 def has_table(model: nn.Module) -> bool:

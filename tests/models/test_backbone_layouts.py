@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 import densefeed  # noqa: F401
+from densefeed.models.mask_rcnn import MaskRCNN
+from densefeed.models.upernet import UperNet
 from densefeed.system.errors import UserError
 from densefeed.tools import export
 from densefeed.tools.export import Export
@@ -290,11 +292,59 @@ def test_timm_loads_the_features_of_our_models(tmp_path, name):
         assert model.feature_info.channels() == [y.shape[1] for y in want]
 
 
+@pytest.mark.parametrize("name", ["upernet", pytest.param("mask_rcnn", marks=pytest.mark.slow)])
+def test_the_backbone_of_a_dense_network_is_exported_with_its_norms(tmp_path, name, capsys):
+    """Both other packages return the maps that its decoder gets."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {key: value for key, value in TINY.items() if key != "num_classes"}
+    sizes |= {"decoder_width": 8, "auxiliary": 0} if name == "upernet" else {}
+    run = write_run(tmp_path / "run", name, num_classes=5, backbone=SWIN, **sizes)
+    export.main(Export(checkpoint=run, out=tmp_path / "out", to="hf-swin"))
+    state = load_mm(run, tmp_path)
+    model, found = transformers.SwinBackbone.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not any(found.values()), found
+    network = open_trained(run, others=(UperNet, MaskRCNN)).model
+    for side in (64, 96):
+        image = torch.randn(2, 3, side, side)
+        want = network.make_maps(image)
+        equal(model.eval()(image).feature_maps, want)
+        equal(forward_mm(state, image, TINY | {"patch_size": 4}), want)
+    capsys.readouterr()
+    path = tmp_path / "backbone.safetensors"
+    export.main(Export(checkpoint=run, out=path, to="timm-features"))
+    [line] = [row for row in capsys.readouterr().out.splitlines() if row.startswith("load it")]
+    features = eval(line.removeprefix("load it with "), {"timm": timm}).eval()
+    want = network.backbone.forward_intermediates(image, intermediates_only=True)
+    equal([y.movedim(-1, 1) for y in features(image)], want)
+
+
+def test_the_features_of_a_plain_transformer_in_a_dense_network_are_exported(tmp_path):
+    kwargs, indices = OWN["lvvit_s"]
+    decoder = {"num_classes": 5, "decoder_width": 8, "auxiliary": 0, "backbone": "lvvit_s"}
+    run = write_run(tmp_path / "run", "upernet", **decoder, **kwargs)
+    path = tmp_path / "backbone.safetensors"
+    export.main(Export(checkpoint=run, out=path, to="timm-features"))
+    features = timm.create_model(
+        "lvvit_s", features_only=True, out_indices=indices, checkpoint_path=path, **kwargs
+    ).eval()
+    network = open_trained(run, others=(UperNet,)).model
+    image = torch.randn(2, 3, 64, 64)
+    maps = features(image)
+    equal(
+        [branch(y) for branch, y in zip(network.branches, maps, strict=True)],
+        network.make_maps(image),
+    )
+    with pytest.raises(UserError, match=r"lvvit_s is not a Swin, .* use --to timm-features"):
+        export.main(Export(checkpoint=run, out=tmp_path / "out", to="hf-swin"))
+
+
 def test_a_map_of_one_window_is_named(tmp_path, capsys):
     """There timm does not shift, and the others do: the blocks before agree."""
     run = write_run(tmp_path / "run", SWIN, **TINY | {"depths": (2, 2, 2)})
     export.main(Export(checkpoint=run, out=tmp_path / "out", to="hf-swin"))
-    assert "note: at 64 px a map of the classifier is one window" in capsys.readouterr().out
+    assert "note: at 64 px a map of the model is one window" in capsys.readouterr().out
     transformers = pytest.importorskip("transformers")
     model = transformers.SwinBackbone.from_pretrained(tmp_path / "out").eval()
     image, trained = torch.randn(1, 3, 64, 64), open_trained(run).model

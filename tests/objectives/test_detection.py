@@ -543,8 +543,6 @@ def test_an_export_at_another_size_resamples_the_table_once(detects, tmp_path, m
     monkeypatch.setattr(training, "signal_handler", stopped_after(1))
     training.train(detects(tmp_path / "run"))
     options = dict(checkpoint=tmp_path / "run", out=tmp_path / "out")
-    with pytest.raises(UserError, match=r"--to timm-features writes a classifier's backbone"):
-        export.main(Export(to="timm-features", **options | {"out": tmp_path / "x.safetensors"}))
     # A detector fills its images up to whole cells of 8 pixels.
     export.main(Export(size=44, **options))
     ours = open_trained(tmp_path / "run", others=(MaskRCNN,)).model

@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases of a test slow that `one_in(n)` leaves out."""
+    """Mark as slow the cases of a test that `one_in(n)` leaves out."""
     seen = Counter()
     for item in items:
         if mark := item.get_closest_marker("one_in"):

@@ -34,7 +34,6 @@ import types
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO
 
 ROOT = Path(__file__).parent.parent
 LIBRARIES = (
@@ -86,6 +85,8 @@ READ_LATER = (
     "TRITON_CACHE_DIR",
 )
 
+QUESTION = b"?"  # whether there is a server
+
 # ------------------------------------------------------------------------- Client side
 
 
@@ -110,6 +111,14 @@ def connect(address: str) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(address)
     return connection
+
+
+def answers(address: str) -> bool:
+    """Return whether a server is there, and not one that is about to end."""
+    with contextlib.suppress(OSError), connect(address) as connection:
+        connection.send(QUESTION)
+        return bool(connection.recv(1))
+    return False
 
 
 class Forked:
@@ -203,12 +212,14 @@ class Preloaded:
 
     def _open_server(self) -> None:
         """Start the server, or find that of the folder."""
-        self._environment = start_variables(os.environ | self._own)
+        if self._life is not None:  # the server has died
+            self.close()
         self._temporary = None if self._given else tempfile.TemporaryDirectory()
         folder = self._given or Path(self._temporary.name)
         self._address, self._relay, life = (
             str(folder / name) for name in ("socket", "python", "life")
         )
+        variables = folder / "variables.json"
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             with contextlib.suppress(FileExistsError):
@@ -216,10 +227,11 @@ class Preloaded:
             # The server ends when nobody has this pipe open for writing. Opened for both, it does
             # not wait for the server.
             self._life = os.open(life, os.O_RDWR)
-            try:
-                connect(self._address).close()
-            except OSError:
+            if not answers(self._address):
+                self._environment = start_variables(os.environ | self._own)
+                variables.write_text(json.dumps(self._environment))
                 self._start_server(life)
+            self._environment = json.loads(variables.read_text())
 
     def _start_server(self, life: str) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -249,6 +261,8 @@ class Preloaded:
             with connect(self._address) as first:
                 listener.close()
                 ready = first.recv(1)
+            if not ready:
+                self._server.wait()
             log.seek(0)
             printed = log.read().decode()
         # Output of imports would be missing from the output of the commands.
@@ -298,7 +312,12 @@ class Preloaded:
         request["teardown"] = teardown
         (stdout, out), (stderr, err) = os.pipe(), os.pipe()
         try:
-            process = Forked(self._address, words, request, (0, out, err))
+            try:
+                process = Forked(self._address, words, request, (0, out, err))
+            except OSError:
+                self._open_server()
+                request["executable"] = self._relay if descendants else sys.executable
+                process = Forked(self._address, words, request, (0, out, err))
         except BaseException:
             os.close(stdout)
             os.close(stderr)
@@ -354,7 +373,7 @@ def relay(address: str, interpreter: str, environment: dict[str, str]) -> None:
 # ------------------------------------------------------------------------- Server side
 
 
-def serve(listener: socket.socket, life: BinaryIO) -> dict:
+def serve(listener: socket.socket, life: int) -> dict:
     """Fork a process for each connection, which forks the command and reports its exit.
 
     Returns only in the process of a command, with its request.
@@ -368,11 +387,13 @@ def serve(listener: socket.socket, life: BinaryIO) -> dict:
         listener.close()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         content, streams, *_ = socket.recv_fds(connection, 2**20, 3)
-        if not content:  # a process has only asked whether there is a server
+        if content == QUESTION:
+            connection.send(b"+")
             break
         process = os.fork()
         if not process:
             connection.close()
+            os.close(life)
             return json.loads(content) | {"streams": streams}
         for stream in streams:
             os.close(stream)
@@ -461,7 +482,9 @@ def preload(modules: list[str]) -> None:
 if __name__ == "__main__":
     requested = {}
     atexit.register(exit_early, requested)  # registered first, so it runs last
-    with socket.socket(fileno=int(sys.argv[1])) as listener, open(sys.argv[2], "rb") as life:
+    # Whoever starts the server may be killed before, and then nobody has the pipe open for writing.
+    life = os.open(sys.argv[2], os.O_RDONLY | os.O_NONBLOCK)
+    with socket.socket(fileno=int(sys.argv[1])) as listener:
         with listener.accept()[0] as first:
             preload(sys.argv[3:])
             first.send(b"+")

@@ -90,7 +90,6 @@ def test_the_report_of_an_own_objective_says_why_it_shows_no_crops(run, packed, 
     assert ">own<" in (tmp_path / "own" / "report.html").read_text()
 
 
-@pytest.mark.slow
 def test_outside_another_command_reads_a_run_after_an_import(command, run, packed, tmp_path):
     """As docs/extending.md says. Without it the config names an unknown operation."""
     words = "--data", packed[0], "--val", packed[1], "--loader", "ffcv", "--out", tmp_path / "own"

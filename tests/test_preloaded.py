@@ -2,11 +2,15 @@
 
 import json
 import signal
+import subprocess
+import sys
+import threading
+import time
 from contextlib import closing
 
 import pytest
 
-from .preloaded import Preloaded
+from .preloaded import ROOT, Preloaded
 
 # Print everything that a program can see of its process, except the differences that preloaded.py
 # lists.
@@ -111,21 +115,73 @@ def test_variables_read_at_start_get_a_fresh_interpreter(command, monkeypatch):
     assert command("-c", code).stdout.split() == ["0", "False"]
 
 
+# The server of a command, which is a child of its child.
+PARENT = "-c", "import os; print(open(f'/proc/{os.getppid()}/stat').read().split()[3], end='')"
+
+
 def test_processes_share_the_server_of_a_folder(tmp_path):
     """Until the last one is closed; then another server is started there."""
     first, second = (Preloaded(("json",), folder=tmp_path) for _ in range(2))
-    # A command is a child of a child of its server.
-    grandparent = "print(open(f'/proc/{os.getppid()}/stat').read().split()[3], end='')"
-    words = "-c", f"import os; {grandparent}"
-    one, other = first(*words), second(*words)
+    one, other = first(*PARENT), second(*PARENT)
     assert (one.returncode, one.stderr) == (0, "")
     assert one.stdout == other.stdout == str(first._server.pid)
     assert second._server is None
     first.close()
-    assert second(*words).stdout == one.stdout
+    assert second(*PARENT).stdout == one.stdout
     with second.start("-c", "import time; time.sleep(600)") as endless:
         second.close()
         assert endless.wait(60) == -signal.SIGKILL
     assert first._server.wait(60) == 0
     with closing(Preloaded(("json",), folder=tmp_path)) as third:
-        assert third(*words).stdout == str(third._server.pid) != one.stdout
+        assert third(*PARENT).stdout == str(third._server.pid) != one.stdout
+
+
+def test_a_server_that_was_killed_is_started_again(tmp_path):
+    first, second = (Preloaded(("json",), folder=tmp_path) for _ in range(2))
+    with closing(first), closing(second):
+        assert first(*PARENT).stdout == second(*PARENT).stdout
+        first._server.kill()
+        first._server.wait()
+        assert second(*PARENT).stdout == first(*PARENT).stdout == str(second._server.pid)
+
+
+def test_one_may_leave_while_another_comes(tmp_path):
+    """The server that has seen the last one leave took no commands."""
+    for number in range(4):
+        first, second = (Preloaded(("json",), folder=tmp_path) for _ in range(2))
+        first(*PARENT)
+        leaving = threading.Timer(number / 2_000, first.close)
+        leaving.start()
+        with closing(second):
+            assert second("-c", "print(1)").stdout == "1\n"
+        leaving.join()
+
+
+def test_who_starts_the_server_may_be_killed(tmp_path):
+    """While it imports; whoever comes next then starts another."""
+    (tmp_path / "slowly.py").write_text("import time; time.sleep(1)")
+    modules = ("json", "slowly")
+    environment = {"PYTHONPATH": str(tmp_path)}
+    start = f"from tests.preloaded import Preloaded; from pathlib import Path; Preloaded({modules},"
+    start += f" {environment}, Path({str(tmp_path)!r}))('-c', '')"
+    with subprocess.Popen([sys.executable, "-c", start], cwd=ROOT) as starter:
+        while not (tmp_path / "socket").exists():
+            time.sleep(0.01)
+        starter.kill()
+    with closing(Preloaded(modules, environment, tmp_path)) as next_one:
+        assert next_one("-c", "print(1)").stdout == "1\n"
+
+
+def test_variables_are_those_of_the_server(tmp_path, monkeypatch):
+    first, second = (Preloaded(("json",), folder=tmp_path) for _ in range(2))
+    with closing(first), closing(second):
+        first(*PARENT)
+        monkeypatch.setenv("PYTHONOPTIMIZE", "1")
+        assert second("-c", "import sys; print(sys.flags.optimize)").stdout == "1\n"
+        monkeypatch.delenv("PYTHONOPTIMIZE")
+        assert second(*PARENT).stdout == str(first._server.pid)
+
+
+def test_an_import_that_fails_is_shown(tmp_path):
+    with pytest.raises(AssertionError, match="No module named 'no_such_module'"):
+        Preloaded(("no_such_module",))("-c", "")

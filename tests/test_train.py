@@ -419,7 +419,6 @@ def test_cooldown_adds_epochs_at_the_minimum_rate(packed, tmp_path):
     assert result["epochs"] == 3
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -940,7 +939,6 @@ def test_accuracy_is_over_the_images_that_were_evaluated(folder, tmp_path, capsy
 DHVT = dict(model="dhvt_tiny_cifar_patch4", model_kwargs=("depth=2", "embed_dim=32"))
 
 
-@pytest.mark.slow
 def test_frozen_statistics_stay_while_weights_train(packed, tmp_path):
     """DHVT's published fine-tuning runs in evaluation mode.
 

@@ -36,6 +36,8 @@ from densefeed.system.errors import UserError
 VALUES = 2**20
 # Points that are placed at once, at 50 bytes each.
 POINTS = 2**16
+# Parts of a map's classes, which threads sample.
+MOST_PARTS = 4
 
 
 class PixelRows(NamedTuple):
@@ -137,13 +139,13 @@ def channels_first(maps: PaletteMaps) -> PaletteMaps:
 
 
 def pool_classes(points: Tensor, share: Tensor, most: int, map_NSSM: Tensor) -> Tensor:
-    """Pool the map of one image as `pool_points` does, on all threads of a CPU.
+    """Pool the map of one image as `pool_points` does, on up to 4 threads of a CPU.
 
     PyTorch's grid_sample divides maps among its threads, and not their classes: two threads sampled
     128 classes in 0.45 of the time as two maps of 64.
     """
     threads = 1 if map_NSSM.is_cuda else torch.get_num_threads()
-    parts = math.gcd(map_NSSM.shape[3], threads)
+    parts = math.gcd(map_NSSM.shape[3], min(threads, MOST_PARTS))
     map_PSSM = map_NSSM.unflatten(3, (parts, -1)).squeeze(0).permute(2, 0, 1, 3)
     pooled_PTM = pool_points(points.expand(parts, -1, -1, -1), share, most, map_PSSM)
     return pooled_PTM.permute(1, 0, 2).flatten(1)[None]
@@ -168,9 +170,9 @@ def drop_unseen(maps: PaletteMaps, points: Tensor) -> PaletteMaps:
     value_NMSS = value.permute(0, 3, 1, 2)
     near = value_NMSS[0, :, first[1] : last[1], first[0] : last[0]]
     seen = (near.amin((1, 2)) != 0) | (near.amax((1, 2)) != 0)
-    # One stays, so that there is a greatest, and up to 3 more, which pool_classes can divide.
+    # One stays, so that there is a greatest, and up to 3 more, so that pool_classes can divide all.
     seen[0] = True
-    more = -seen.sum() % min(torch.get_num_threads(), 4)
+    more = -seen.sum() % min(torch.get_num_threads(), MOST_PARTS)
     seen[(~seen).nonzero()[:more, 0]] = True
     # A mask as an index took 3.6 times as long.
     kept = seen.nonzero()[:, 0]

@@ -258,6 +258,9 @@ def with_options(options: Nested, **values: Any) -> Nested:
     TypeError for an unknown name.
     """
     changed = replace_leaves(options, values)
+    # Config completes its sections when it is made: an objective may be registered since.
+    if changed is options:
+        changed = dataclasses.replace(options)
     # `replace_leaves` removed all names that it found.
     if values:
         raise TypeError(f"{type(options).__name__} has no option {next(iter(values))!r}")
@@ -267,7 +270,7 @@ def with_options(options: Nested, **values: Any) -> Nested:
 def replace_leaves(options: Nested, values: dict[str, Any]) -> Nested:
     """Return nested options with the `values` that they have, which are popped.
 
-    Where nothing changes they are the same object: a copy would be checked again.
+    A section in which nothing changes is the same object: a copy would be checked again.
     """
     changed = {}
     for name, hint in hints(type(options)).items():

@@ -306,7 +306,6 @@ def test_agents_and_performers_are_refused_by_name():
         capture_attention(model, ["norm"]).__enter__()
 
 
-@pytest.mark.slow
 def test_compiled_models_are_refused():
     model = build("lvvit_micro")
     with pytest.raises(UserError, match="is compiled"):

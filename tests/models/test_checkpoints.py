@@ -617,7 +617,6 @@ def test_another_hash_than_in_the_manifest_is_refused(source, tmp_path, capsys):
 KWARGS = {"num_classes": 5, "img_size": 64}
 
 
-@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -875,7 +874,6 @@ def test_the_first_evaluation_is_that_of_the_resized_model(folder, maps, tmp_pat
     assert reported == pytest.approx(hits / images)
 
 
-@pytest.mark.slow
 def test_a_resumed_run_is_not_initialized_again(folder, maps, tmp_path, capsys):
     training.train(make_config(folder, maps, tmp_path / "small"))
     last = tmp_path / "small" / "last.pt"

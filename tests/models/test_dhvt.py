@@ -78,7 +78,6 @@ QUICK = {
 }
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in TABLE11]
 )

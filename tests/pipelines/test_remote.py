@@ -275,7 +275,6 @@ def test_a_replaced_object_that_another_run_reads(url, local, tmp_path):
     source.close()
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [

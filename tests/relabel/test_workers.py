@@ -252,7 +252,6 @@ def test_a_file_is_made_of_its_shards(many, whole, tmp_path, monkeypatch, form):
         join(many, out, form=form, top_k=1)
 
 
-@pytest.mark.slow
 def test_a_worker_that_comes_after_the_last_shard_labels_nothing(many, tmp_path, monkeypatch):
     """Between its look for the file and its plan another worker finishes the file."""
     out, real, labeled = tmp_path / "maps.h5", workers.plan_shards, []
@@ -480,7 +479,6 @@ def test_a_replaced_image_is_found_by_the_sizes_in_the_plan(many, tmp_path, fini
     assert files(out) == files(fresh.path)
 
 
-@pytest.mark.slow
 def test_a_replaced_image_is_found_beside_a_removed_one(many, tmp_path):
     """The rows of all later images differ then."""
     folder, out = shutil.copytree(many, tmp_path / "images"), tmp_path / "maps"

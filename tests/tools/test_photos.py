@@ -64,7 +64,6 @@ def test_an_unknown_student_is_refused_with_those_that_exist(tmp_path):
     assert not (tmp_path / "p").exists()
 
 
-@pytest.mark.slow
 def test_each_step_is_a_command_that_parses(tmp_path, monkeypatch, capsys):
     """The words that are printed, with --help added, are those of an existing command."""
     steps = []

@@ -397,7 +397,6 @@ def test_outside_tokens_are_drawn_without_their_names(student):
     assert text.count('<i class="swatch"') >= 6
 
 
-@pytest.mark.slow
 def test_outside_an_audit_of_other_images_is_refused(student, tmp_path):
     """It was shown as what the labels of the run's images cost."""
     group = {"by": "all", "crops_are": "all", "images": 2, "crops": 8}

@@ -144,7 +144,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("message", "fields"),
     [(message, fields) for message, cases in REFUSED.items() for fields in cases],

@@ -10,7 +10,7 @@ from densefeed.objectives import METHODS, OBJECTIVES, build_objective, check_unu
 from densefeed.objectives.base import Method, Objective
 from densefeed.recipes import RECIPES
 from densefeed.system.errors import UserError
-from densefeed.system.options import Options, with_options
+from densefeed.system.options import Options, leaves, with_options
 from densefeed.training import ranks
 from densefeed.training.config import Config, check_recipe
 
@@ -120,6 +120,16 @@ def test_outside_own_options_of_what_is_not_chosen_are_refused(monkeypatch):
     check_unused(with_options(recipe, objective="focal", focal_gamma=1.0), recipe)
     check_unused(with_options(recipe, peer_weight=1.0, peer_depth=3), recipe, {"peer_weight"})
     check_unused(recipe, recipe, {"peer_weight"})
+
+
+def test_every_recipe_has_the_options_of_what_is_registered_later(monkeypatch):
+    """Also a recipe that changes no option of its base, as segment_photos."""
+    assert any(not recipe.options for recipe in RECIPES.values())
+    monkeypatch.setitem(METHODS, "peer-weight", Peer)
+    for recipe in RECIPES.values():
+        for config in (recipe(), with_options(recipe())):
+            assert dict(leaves(config))["peer_depth"] == 2
+            build_objective(config.setting)
 
 
 def test_outside_mixing_is_refused_unless_the_objective_mixes_labels(monkeypatch):

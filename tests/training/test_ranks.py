@@ -208,7 +208,7 @@ CASES = {
 }
 
 
-# They are much like `parts`.
+# Much like `parts`, or longer.
 SLOW = ("sam, sparse", "mixtoken", "cutmix", "drloc", "drloc, parts", "nadamuon", "bootstrap")
 
 
@@ -482,7 +482,6 @@ def test_outside_ranks_that_read_other_data_are_refused(theirs, message):
     setup.check_same_on_ranks(Ranks(0, 1, torch.device("cpu")), loader, loader)
 
 
-@pytest.mark.slow
 def test_outside_two_ranks_with_other_copies_stop_with_one_sentence(micro, tmp_path, torchrun):
     """Rank 1 has a class of another name: its labels are other ones."""
     for rank, names in enumerate((("ant", "bee", "cat"), ("bee", "cat", "dog"))):

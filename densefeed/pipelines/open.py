@@ -402,13 +402,16 @@ def open_dataset(
     streamed = training and maps and not data.maps_on_device
     if masks:
         # Soft maps can do without.
-        check_masks(path, source, masks, optional=training and maps)
+        use = "training" if training else "validation"
+        check_masks(path, source, masks, use, optional=training and maps)
     opened = make(source, plan, data.threads, data.on_bad_sample, streamed, device)
     opened.with_masks = masks and training
     return opened
 
 
-def check_masks(path: Location, source: Source, masks: Masks, optional: bool = False) -> None:
+def check_masks(
+    path: Location, source: Source, masks: Masks, use: str = "validation", optional: bool = False
+) -> None:
     """Raise UserError if a source lacks the masks, or has maps of objects in place of classes.
 
     With `optional`, all its images may be without a mask. A source that is refused is closed.
@@ -423,11 +426,15 @@ def check_masks(path: Location, source: Source, masks: Masks, optional: bool = F
             "is read with objects, which detection needs; segmentation needs classes of pixels: "
             "give --dataset masks"
         )
-    elif source.masks is None or not (source.masks or optional):
-        what = "is read without masks" if source.masks is None else "has no masks"
+    elif source.masks is None:
         fault = (
-            f"{what}, which segmentation needs; give --dataset masks and a folder of images and "
-            "masks"
+            "is read without masks, which segmentation needs; give --dataset masks and a folder of "
+            "images and masks"
+        )
+    elif not (source.masks or optional):
+        fault = (
+            f"has no masks of its images for {use}, which segmentation needs; add them, or give "
+            "another folder"
         )
     else:
         return

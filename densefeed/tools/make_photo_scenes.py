@@ -6,8 +6,8 @@
 It writes `train/<class>/*.jpg`, `val/<class>/*.jpg` and `held-out/<group>/*.jpg`, and for each of
 them a mask `masks/<split>/<class>/*.png`, and the boxes of its objects in `boxes.json`. A scene has
 one large object, which is the label, and one to three small ones of other classes. Values of a mask
-are 0 for the background and n for object n in boxes.json. Masks and boxes are for judging labels,
-never for training.
+are 0 for the background and n for object n in boxes.json. They judge the labels of classifiers,
+which never read them; segment_photos and detect_photos train on them.
 
 Without --cutouts the cut-outs are the stamps of Tux Paint and most backgrounds those of the MATE
 desktop: 75 cut-outs of 60 classes, and 77 held-out ones of other animals and things in 9 of their

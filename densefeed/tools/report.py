@@ -255,8 +255,13 @@ def build_augmentation(run: RunRecord, loader: ThreadedLoader) -> tuple[int, Aug
 def read_truths(path: Path, run: RunRecord, loader: ThreadedLoader) -> list[Truth]:
     """Read the true objects of the run's images, in the order of its samples.
 
-    Raises UserError if the file describes other images.
+    Raises UserError if the file describes other images, or the run has no labels of images.
     """
+    if OBJECTIVES[run.config.objective.name].needs_masks:
+        raise UserError(
+            f"--boxes shows how often labels of images and tokens are right, and {run.name} trains "
+            "on masks; leave it out"
+        )
     images = Images(path.parent, division=run.config.data)
     # Boxes are found by the number of the sample, so both must list the same images in one order.
     if loader.fingerprint != images.fingerprint():
@@ -289,6 +294,7 @@ def make_contact_sheet(
     batch = batch._replace(image=augmentation.normalize.pixels(batch.image))
     rules, spec = replace(run.config.labels, smoothing=0.0), loader.score_maps
     names, views = loader.class_names, batch.view.numpy()
+    masks = OBJECTIVES[run.config.objective.name].needs_masks
     # The Views of a published pipeline are those of augmented images, where the boxes are not.
     boxed = truths and not (augmentation.whole and augmentation.whole.warps_maps)
     tables = [label_tokens(batch, spec, grid, rules)]
@@ -302,7 +308,8 @@ def make_contact_sheet(
             beside.append(draw_truth(truths[index], views[n], grid))
         item = {
             "image": picture(Image.fromarray(batch.image[n].numpy()), "PNG"),
-            "label": names[int(batch.label[n])],
+            # Images with masks have the label 0 until a mask gives them one.
+            "label": "" if masks else names[int(batch.label[n])],
             "index": index,
             "labels": draw_labels(*labels, names, beside=beside),
             "masked": masked,

@@ -321,7 +321,7 @@ def test_a_validation_set_without_masks_is_refused(segments, masked, tmp_path):
     for path in (root / "annotations/validation").iterdir():
         path.unlink()
     config = with_options(segments(tmp_path / "run", epochs=1), val=root)
-    with pytest.raises(UserError, match="copy has no masks, which segmentation needs"):
+    with pytest.raises(UserError, match="copy has no masks of its images for validation"):
         training.train(config)
     with pytest.raises(UserError, match="no image of the validation set has a mask"):
         MaskEvaluation((1.0,)).mean_sync(torch.zeros(18))

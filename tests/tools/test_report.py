@@ -470,6 +470,19 @@ def test_outside_predicted_masks_are_beside_the_true_ones(segments, masked, tmp_
         assert text.count(f'alt="the {kind} mask of validation image') == 4
 
 
+def test_crops_of_a_run_on_masks_have_no_image_label(segments, masked, tmp_path):
+    """Every image was shown as one of the first class, and --boxes named a false reason."""
+    training.train(segments(tmp_path / "run", epochs=1, objective="segment-soft"))
+    main(Report(runs=(tmp_path / "run",)))
+    text = (tmp_path / "run/report.html").read_text()
+    assert "What the student saw" in text
+    assert "image label" not in text
+    boxes = tmp_path / "boxes.json"
+    boxes.write_text("{}")
+    with pytest.raises(UserError, match=r"--boxes shows how often .*, and run trains on masks"):
+        main(Report(runs=(tmp_path / "run",), boxes=boxes))
+
+
 @pytest.mark.parametrize("change", ["without masks", "other order"])
 def test_outside_masks_of_other_classes_are_not_shown(segments, masked, tmp_path, capsys, change):
     """Masks are not renumbered, and a folder of classes has none."""

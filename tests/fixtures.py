@@ -118,7 +118,8 @@ def no_host_read():
 def frozen_modules():
     """Exclude all imported modules from garbage collection, which takes 0.6 s with them.
 
-    There is no collection before: conftest.py turns it off. pytest collects ten times at its end.
+    There is no collection before: conftest.py turns it off. pytest collects ten times at its
+    end, so the modules stay excluded until the interpreter exits.
     """
     gc.freeze()
     gc.enable()

@@ -111,11 +111,10 @@ def rename(
     Stages are counted from `first` in it. Patch merging becomes the end of the stage before.
     """
     model = find_backbone(network)
-    last, norms = len(model.layers) - 1, {}
     if isinstance(network, OnBackbone):
         norms = dict(zip(network.taken, network.branches, strict=True))
     else:
-        norms[last] = model.norm
+        norms = {len(model.layers) - 1: model.norm}
     state = model.state_dict()
     for i, stage in enumerate(model.layers):
         for j, block in enumerate(stage.blocks):

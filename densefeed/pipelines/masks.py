@@ -36,7 +36,7 @@ from densefeed.system.errors import UserError
 VALUES = 2**20
 # Points that are placed at once, at 50 bytes each.
 POINTS = 2**16
-# Parts of a map's classes, which threads sample.
+# The most parts into which the classes of a map are divided for the threads of a CPU.
 MOST_PARTS = 4
 
 

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from densefeed.system import object_store
 from densefeed.system.devices import peak_rss, tag_compiled_code
 
+from .drawn_pictures import draw_pictures
 from .jpeg_files import jpegs, noise, photographs  # noqa: F401
 from .object_storage import Choose, FaultProxy, S3Server, point_to
 from .preloaded import Preloaded
@@ -362,6 +363,25 @@ def segments(masked):
         return with_options(RECIPES["segment_photos"](), **paths, **(small | fields))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def drawn_scenes(shared, run_once) -> Path:
+    """200 photo scenes of drawn cut-outs in 3 classes for validation, and 3 for training."""
+    from densefeed.tools import make_photo_scenes
+
+    root = shared / "drawn"
+
+    def make() -> None:
+        draw_pictures(root)
+        folders = dict(cutouts=root / "cutouts", backgrounds=root / "backgrounds")
+        numbers = dict(train=3, val=200, held_out=0, width=128, height=96, threads=1)
+        make_photo_scenes.main(
+            make_photo_scenes.PhotoScenes(out=root / "scenes", **folders, **numbers)
+        )
+
+    run_once("drawn", make)
+    return root / "scenes"
 
 
 @pytest.fixture(scope="session")

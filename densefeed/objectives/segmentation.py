@@ -8,6 +8,7 @@ resized to the mask, and probabilities of several scales are averaged.
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -26,7 +27,7 @@ from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.masks import SoftMasks
 from densefeed.pipelines.shapes import Shape
 from densefeed.storage.mask_folder import UNLABELED
-from densefeed.system.errors import UserError
+from densefeed.system.errors import UserError, install_extra
 from densefeed.system.options import Fraction, Numbers, Options
 from densefeed.system.prefetch import ordered_map
 
@@ -84,14 +85,25 @@ class MaskMetrics(NamedTuple):
         return {f"{name}{suffix}": getattr(self, name) for name in ("miou", "macc", "pixels")}
 
 
-def count_pairs(predicted: Tensor, mask: Tensor, K: int) -> Tensor:
-    """Count the pixels of each pair (class of the mask, predicted class), float64 `[K, K]`.
+def import_metrics() -> ModuleType:
+    """Import torchmetrics' functions of classification, in a second; UserError if it is missing."""
+    try:
+        from torchmetrics.functional import classification
+    except ImportError as error:
+        raise UserError(
+            f"segmentation needs the package torchmetrics; {install_extra('segment')}"
+        ) from error
+    return classification
 
-    Unlabeled pixels do not count. Nothing waits.
+
+def count_pairs(predicted: Tensor, mask: Tensor, K: int) -> Tensor:
+    """Count the pixels of each pair (class of the mask, predicted class), int64 `[K, K]`.
+
+    The counts are torchmetrics' confusion matrix. Unlabeled pixels do not count.
     """
-    labeled = mask != UNLABELED
-    pair = torch.where(labeled, mask * K + predicted, K * K)
-    return torch.bincount(pair.flatten(), minlength=K * K + 1)[:-1].view(K, K).double()
+    return import_metrics().multiclass_confusion_matrix(
+        predicted, mask, K, ignore_index=UNLABELED, validate_args=False
+    )
 
 
 def class_iou(pairs: Tensor) -> Tensor:
@@ -311,6 +323,10 @@ class Segmentation(Objective):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self.evaluation = MaskEvaluation(self.options.eval_scales)
+
+    def check(self) -> None:
+        # Before a training that would end at its first evaluation.
+        import_metrics()
 
     def loss(self, output: PixelLogits | Tensor, batch: Batch, step: StepContext) -> Tensor:
         # A network of one's own, or one in evaluation mode.

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from torch import nn
 from torchvision.models.detection import MaskRCNN as TorchMaskRCNN
+from torchvision.models.detection.roi_heads import paste_masks_in_image
 from torchvision.ops import box_iou
 
 import densefeed.train as training
@@ -167,6 +168,97 @@ def test_precision_equals_numpy_on_200_scenes():
     assert values[:3] == pytest.approx([np.mean(by_numpy), by_numpy[0], by_numpy[5]], abs=1e-6)
     assert average_precision([one._replace(found=[]) for one in seen], K) == [0] * 6
     assert average_precision([one._replace(objects=[]) for one in seen], K) == [-1] * 6
+
+
+class Shaken(nn.Module):
+    """A network that returns boxes of whole scenes, given at the size of the scenes."""
+
+    def __init__(self, boxes, scale):
+        super().__init__()
+        self.boxes, self.scale, self.shown = boxes, scale, 0
+
+    def forward(self, image):
+        rows = self.boxes[self.shown]
+        self.shown += 1
+        boxes = torch.tensor([row[:4] for row in rows]).reshape(-1, 4) * self.scale
+        labels, scores = ([row[n] for row in rows] for n in (4, 5))
+        masks = torch.ones(len(rows), 1, 28, 28)
+        return [
+            {"boxes": boxes, "labels": torch.tensor(labels, dtype=torch.int64) + 1, "masks": masks}
+            | {"scores": torch.tensor(scores), "finite": torch.tensor(True)}
+        ]
+
+
+@pytest.mark.slow
+def test_evaluation_equals_pycocotools_and_numpy_on_200_scenes(detects, drawn_scenes, tmp_path):
+    """pycocotools reads files that this test writes of boxes.json and of the masks."""
+    from pycocotools import mask as coder
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    fields = dict(data=drawn_scenes, val=drawn_scenes, dataset="instances")
+    # The network sees the scenes at half their size.
+    config = with_options(detects(tmp_path, size=48), **fields)
+    classes, rng, boxes = ["bar", "disc", "ring"], np.random.default_rng(4), []
+    truth = {"images": [], "annotations": [], "categories": [{"id": n} for n in range(3)]}
+    results, seen = [], []
+    scenes = json.loads((drawn_scenes / "boxes.json").read_text())["scenes"]
+    for index, name in enumerate(sorted(name for name in scenes if name.startswith("val/"))):
+        numbers = np.array(Image.open((drawn_scenes / "masks" / name).with_suffix(".png")))
+        truth["images"].append({"id": index, "width": 128, "height": 96})
+        objects, rows = [], []
+        for number, each in enumerate(scenes[name], 1):
+            rle = coder.encode(np.asfortranarray(numbers == number, np.uint8))
+            x, y, right, bottom = each["box"]
+            kind = classes.index(each["class"])
+            objects.append({"category_id": kind, "bbox": [x, y, right - x, bottom - y]})
+            truth["annotations"].append(
+                objects[-1]
+                | {"id": len(truth["annotations"]) + 1, "image_id": index, "iscrowd": 0}
+                | {"segmentation": rle, "area": int((numbers == number).sum())}
+            )
+            if rng.random() < 0.8:
+                left, top = x + rng.uniform(-4, 4), y + rng.uniform(-4, 4)
+                kind = kind if rng.random() < 0.8 else int(rng.integers(3))
+                # Cut at the image's edges, as Mask R-CNN does.
+                ends = np.clip([left, top, left + right - x, top + bottom - y], 0, [128, 96] * 2)
+                rows.append([*ends.tolist(), kind, float(rng.random())])
+        boxes.append(rows)
+        found = []
+        for left, top, right, bottom, kind, score in rows:
+            box = [left, top, right - left, bottom - top]
+            found.append({"category_id": kind, "bbox": box, "score": score})
+        results += [each | {"image_id": index} for each in found]
+        seen.append(SimpleNamespace(index=index, objects=objects, found=found))
+    objective, normalize = objective_for(config), Normalize((0.5,) * 3, (0.25,) * 3)
+    with closing(open_loader(config.data, config.optim, 0, objective, "evaluate")) as loader:
+        sums = objective.evaluation.sum(
+            Shaken(boxes, 0.5), loader, normalize, CPU, None, lambda *_: None
+        )
+    metrics = objective.evaluation.mean_sync(sums)
+    assert metrics.images == len(seen) == 200
+
+    def judge(kind, results):
+        with contextlib.redirect_stdout(io.StringIO()):
+            coco = COCO()
+            coco.dataset = truth
+            coco.createIndex()
+            judge = COCOeval(coco, coco.loadRes(results), kind)
+            for step in (judge.evaluate, judge.accumulate, judge.summarize):
+                step()
+        return judge.stats[:3].tolist()
+
+    by_numpy = [precision_by_numpy(seen, 3, level) for level in np.linspace(0.5, 0.95, 10)]
+    assert metrics[:3] == pytest.approx(judge("bbox", results), abs=1e-4)
+    assert metrics[:3] == pytest.approx([np.mean(by_numpy), by_numpy[0], by_numpy[5]], abs=1e-4)
+    for each in results:
+        x, y, w, h = each["bbox"]
+        box = torch.tensor([[x, y, x + w, y + h]])
+        (mask,) = paste_masks_in_image(torch.ones(1, 1, 28, 28), box, (96, 128))[0] >= 0.5
+        each["segmentation"] = coder.encode(np.asfortranarray(mask.numpy(), np.uint8))
+        del each["bbox"]
+    assert metrics[3:6] == pytest.approx(judge("segm", results), abs=1e-3)
+    assert 0.05 < metrics.map_mask < metrics.map_box < metrics.map_box_50 < 0.9
 
 
 class Oracle(nn.Module):

@@ -1,6 +1,8 @@
 """Segmentation: losses, views of masks and metrics, against float64, NumPy and by hand."""
 
+import json
 import shutil
+import sys
 from contextlib import closing
 from itertools import pairwise
 
@@ -217,7 +219,7 @@ def test_mean_iou_equals_numpy_on_200_scenes():
         for n, m in zip(noise, masks, strict=True)
     ]
     pairs = sum(
-        count_pairs(torch.from_numpy(f), torch.from_numpy(m), K)
+        count_pairs(torch.from_numpy(f), torch.from_numpy(m), K).double()
         for f, m in zip(found, masks, strict=True)
     )
     *means, ious = count_by_numpy(masks, found, K)
@@ -225,13 +227,39 @@ def test_mean_iou_equals_numpy_on_200_scenes():
     assert class_iou(pairs).tolist() == pytest.approx([*ious, np.nan], rel=1e-12, nan_ok=True)
 
 
-def test_mean_iou_equals_torchmetrics():
-    torchmetrics = pytest.importorskip("torchmetrics")
-    rng = torch.Generator().manual_seed(1)
-    mask, found = (torch.randint(0, 5, (4, 30, 40), generator=rng) for _ in range(2))
-    metric = torchmetrics.JaccardIndex("multiclass", num_classes=5)
-    want = metric(found, mask).item()
-    assert mean_pairs(count_pairs(found, mask, 5))[0] == pytest.approx(want, rel=1e-6)
+@pytest.mark.slow
+def test_evaluation_equals_numpy_and_torchmetrics_on_200_scenes(segments, drawn_scenes, tmp_path):
+    """A pointwise network, by hand on the files: their masks number the objects of boxes.json."""
+    config = segments(tmp_path, size=96)
+    config = with_options(config, data=drawn_scenes, val=drawn_scenes)
+    objective, model = objective_for(config), Flat().eval()
+    # Bars are blue, discs red and rings green. Random parts avoid equal logits.
+    colors = torch.tensor([[1.0, 1, 1], [-1, -1, 2], [2, -1, -1], [-1, 2, -1]])
+    model.weight.data = model.weight.data / 50 + colors
+    normalize = Normalize((0.5,) * 3, (0.25,) * 3)
+    with closing(open_loader(config.data, config.optim, 0, objective, "evaluate")) as loader:
+        sums = objective.evaluation.sum(
+            model, loader, normalize, torch.device("cpu"), None, lambda *_: None
+        )
+    metrics = objective.evaluation.mean_sync(sums)
+    classes, masks, found = ["background", "bar", "disc", "ring"], [], []
+    weight = model.weight.detach().numpy()
+    for name, objects in json.loads((drawn_scenes / "boxes.json").read_text())["scenes"].items():
+        if name.startswith("val/"):
+            numbers = np.array([0, *(classes.index(each["class"]) for each in objects)])
+            path = (drawn_scenes / "masks" / name).with_suffix(".png")
+            masks.append(numbers[np.array(Image.open(path))])
+            pixels = (np.array(Image.open(drawn_scenes / name)) / 255 - 0.5) / 0.25
+            found.append((pixels @ weight.T).argmax(-1))
+    assert len(masks) == metrics.images == 200
+    *want, ious = count_by_numpy(masks, found, 4)
+    assert metrics[:3] == pytest.approx(want, abs=1e-5)
+    assert objective.evaluation.iou_sync(sums) == pytest.approx(ious, abs=1e-5)
+    metric = pytest.importorskip("torchmetrics").JaccardIndex("multiclass", num_classes=4)
+    for one, truth in zip(found, masks, strict=True):
+        metric.update(torch.from_numpy(one), torch.from_numpy(truth))
+    assert metrics.miou == pytest.approx(metric.compute().item(), abs=1e-5)
+    assert 0.01 < min(ious) < max(ious) < 0.9
 
 
 @pytest.mark.parametrize(("extent", "side"), [(32, 32), (20, 32), (33, 32), (100, 32), (1000, 512)])
@@ -287,6 +315,13 @@ def test_evaluation_equals_numpy_on_whole_images(segments, masked, tmp_path):
 
 
 # ---------------------------------------------------------------- guards
+
+
+def test_a_training_without_torchmetrics_stops_before_it_begins(segments, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchmetrics.functional", None)
+    with pytest.raises(UserError, match=r"^segmentation needs the package torchmetrics; run `pip"):
+        training.train(segments(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
 
 
 REFUSED = {

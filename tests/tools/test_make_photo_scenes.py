@@ -3,16 +3,20 @@
 import csv
 import json
 import os
+import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from numpy.random import default_rng
 from PIL import Image
 
 from densefeed.pages.true_objects import read_objects
 from densefeed.relabel.class_map import read_class_map
 from densefeed.storage.images import Images
+from densefeed.storage.mask_folder import MaskFolder
 from densefeed.system.errors import UserError
 from densefeed.tools import make_photo_scenes
 from densefeed.tools.make_photo_scenes import (
@@ -30,55 +34,16 @@ from densefeed.tools.make_photo_scenes import (
     read_folders,
 )
 
+from ..drawn_pictures import BACKGROUNDS, COLORS, draw_pictures, draw_shape
 from ..storage.test_debian_packages import write_tools
 
-# The color of each cut-out, of which all opaque pixels have one.
-COLORS = {
-    f"{name}/{n}.png": np.array(color)
-    for name, n, color in [
-        ("disc", 0, (230, 30, 30)),
-        ("disc", 1, (120, 10, 10)),
-        ("disc", 2, (250, 140, 140)),
-        ("ring", 0, (30, 200, 30)),
-        ("ring", 1, (0, 90, 0)),
-        ("ring", 2, (150, 255, 150)),
-        ("bar", 0, (40, 40, 220)),
-        ("bar", 1, (0, 0, 110)),
-        ("bar", 2, (150, 150, 255)),
-    ]
-}
-# Ratios of the channels, which brightness keeps.
-BACKGROUNDS = {"a": (180, 180, 0), "b": (0, 180, 180), "c": (180, 0, 180), "d": (180, 180, 180)}
 SIZE = 160, 120
-
-
-def draw_shape(name: str, color: tuple) -> Image.Image:
-    """A soft shape on transparent black; 90 x 70 pixels with margins."""
-    y, x = np.mgrid[:70, :90]
-    far = np.hypot(x - 45, y - 35)
-    inside = {
-        "disc": 26 - far,
-        "ring": 9 - abs(far - 21),
-        "bar": np.minimum(36 - abs(x - 45), 10 - abs(y - 35)),
-    }[name]
-    alpha = (inside / 6 + 0.5).clip(0, 1)
-    rgba = np.zeros((70, 90, 4))
-    rgba[..., :3] = np.array(color) * (alpha > 0)[..., None]
-    rgba[..., 3] = 255 * alpha
-    return Image.fromarray(rgba.round().astype(np.uint8))
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("pictures")
-    for name, color in COLORS.items():
-        path = root / "cutouts" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draw_shape(name.split("/")[0], color).save(path)
-    (root / "backgrounds/more").mkdir(parents=True)
-    for name, color in BACKGROUNDS.items():
-        folder = root / "backgrounds" / ("more" if name == "d" else "")
-        Image.new("RGB", (200, 150), color).save(folder / f"{name}.png")
+    draw_pictures(root)
     return root
 
 
@@ -196,6 +161,24 @@ def test_what_is_held_out_is_never_in_training(scenes):
     assert all(found <= training for key, found in seen.items() if key != ("held-out", True))
     assert len(behind["train"]) == 3
     assert behind["val"] == behind["held-out"] == set(BACKGROUNDS) - behind["train"]
+
+
+def test_a_tenth_of_the_masks_is_left_by_the_code_of_the_results(scenes, tmp_path, monkeypatch):
+    """docs/results/segmentation.md: one set of these scenes alone, one of all scenes."""
+    page = Path(__file__).parents[2] / "docs/results/segmentation.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    (tmp_path / "scenes").symlink_to(scenes.out)
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    whole, few, mixed = (MaskFolder(name) for name in ("scenes", "few", "mixed"))
+    names = [path.name for path in whole.images]
+    assert [path.name for path in few.images] == names[::10]
+    assert few.classes == mixed.classes == whole.classes
+    assert all(few.masks)
+    kept = [bool(mask) for mask in mixed.masks]
+    assert kept == [number % 10 == 0 for number in range(24)]
+    assert files(mixed.root)["boxes.json"] == files(whole.root)["boxes.json"]
+    assert all(torch.equal(mixed.mask(n), whole.mask(n)) for n in range(0, 24, 10))
 
 
 @pytest.mark.slow

@@ -71,8 +71,12 @@ def sparse_loss(logits: Tensor, targets: SparseTargets | SoftMasks) -> Tensor:
     are of a grid of 1 (H(X_cls, y_cls)); or those of the pixels, `[N, K, h, w]`, whose targets are
     of a grid of h x w or, in less memory, SoftMasks (mask_loss.py). Logits of MixToken are already
     un-mixed, so targets stay in place. Each token or pixel counts by its weight in `targets`;
-    without any the loss is 0. Raises ValueError if the shapes do not fit.
+    without any the loss is 0. Raises ValueError if the shapes do not fit, where SparseTargets know
+    h w and not h x w, and TypeError for logits that are not a floating-point tensor.
     """
+    if not isinstance(logits, Tensor) or not logits.is_floating_point():
+        kind = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
+        raise TypeError(f"logits are {kind}; give the network's output, a floating-point tensor")
     if isinstance(targets, SoftMasks):
         return mask_loss(logits, targets)
     # The class token is a grid of one, and pixels are tokens.

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import cached_property
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.folder import check_row, locate_rows, map_spec, read_parts
 from densefeed.pipelines.masks import SoftMasks
-from densefeed.pipelines.shapes import Grid, Shape
+from densefeed.pipelines.shapes import Grid, Shape, split_size
 from densefeed.pipelines.targets import (
     EDGE,
     PLAIN,
@@ -169,11 +168,8 @@ class StoredLabels:
         a grid of that size, whose arguments the others are; but they are computed only in the loss,
         a few rows of pixels at a time.
         """
-        sides = tuple(size) if isinstance(size, list | tuple | torch.Size) else (size, size)
-        if len(sides) != 2 or not all(isinstance(n, Integral) and n > 0 for n in sides):
-            raise UserError(f"size is {size!r}; give the pixels of a side, or (height, width)")
-        batch = self._read(ids, view, rules, device)
-        return SoftMasks(batch, self._spec, (int(sides[0]), int(sides[1])), rules)
+        size = split_size(size)
+        return SoftMasks(self._read(ids, view, rules, device), self._spec, size, rules)
 
     def _read(
         self, ids: Ids, view: Tensor, rules: TargetRules, device: torch.device | str | None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from densefeed.pipelines.batch import Batch, ScoreMapSpec
-from densefeed.pipelines.shapes import Shape
+from densefeed.pipelines.shapes import Shape, split_size
 from densefeed.pipelines.targets import (
     PaletteMaps,
     SparseTargets,
@@ -181,7 +181,7 @@ def drop_unseen(maps: PaletteMaps, points: Tensor) -> PaletteMaps:
 
 
 def sample_masks(
-    masks: Tensor | Sequence[Tensor], view: Tensor, size: Shape, outside: int = UNLABELED
+    masks: Tensor | Sequence[Tensor], view: Tensor, size: int | Shape, outside: int = UNLABELED
 ) -> Tensor:
     """Sample hard masks at the pixels of crops by nearest neighbor: int64 `[N, h, w]`.
 
@@ -195,11 +195,21 @@ def sample_masks(
         view: `[N, 2, 3]`, takes a point (x, y, 1) of the network's input to one of the stored
             image, both from (0, 0) at the top-left corner to (1, 1), as `Batch.view`; or collated
             `densefeed.View`s, `[N, 2, 6]`.
-        size: h and w, pixels.
+        size: (h, w) in pixels, or the side of a square.
         outside: class of pixels outside.
 
-    Raises UserError for a view of other shapes.
+    Raises UserError for masks and views of other types and shapes.
     """
+    size = split_size(size)
+    for mask in masks:
+        if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.is_floating_point():
+            kind = type(mask).__name__
+            if isinstance(mask, Tensor):
+                kind = f"tensor of {str(mask.dtype).removeprefix('torch.')}, {tuple(mask.shape)}"
+            raise UserError(
+                f"a mask is a {kind}; give class ids as a tensor of integers [N, H, W], or as N "
+                "tensors [H, W]"
+            )
     if view.shape not in ((len(masks), 2, 3), (len(masks), 2, 6)):
         raise UserError(
             f"view is {tuple(view.shape)}; for {len(masks)} masks give an affine view "

@@ -42,6 +42,17 @@ def split_grid(grid: Grid) -> tuple[int, int]:
     return int(sides[0]), int(sides[1])
 
 
+def split_size(size: int | Sequence[int]) -> Shape:
+    """Return height and width in pixels; an integer is the side of a square.
+
+    UserError unless they are numbers of pixels.
+    """
+    sides = tuple(size) if isinstance(size, list | tuple) else (size, size)
+    if len(sides) != 2 or not all(isinstance(side, Integral) and side > 0 for side in sides):
+        raise UserError(f"size is {size!r}; give the pixels of a side, or (height, width)")
+    return int(sides[0]), int(sides[1])
+
+
 def token_grid(shape: Shape, patch: int) -> tuple[int, int]:
     """Return rows and columns of tokens of an input, at least one of each; `patch` in pixels."""
     height, width = shape

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -213,6 +214,13 @@ def test_error_on_targets_of_another_grid():
         fused_token_loss(torch.zeros(2, 9, 5), torch.zeros(7, 5), torch.zeros(7), targets)
     with pytest.raises(ValueError, match="3 images of 1 tokens"):
         sparse_loss(torch.zeros(3, 7), random_targets(1, 1, 3, 7)[0])
+
+
+@pytest.mark.parametrize("logits", [np.zeros((2, 4, 7)), torch.zeros(2, 4, 7, dtype=torch.int64)])
+def test_outside_logits_of_other_types_are_one_sentence(logits):
+    targets, _ = random_targets(2, 4, 3, 7)
+    with pytest.raises(TypeError, match=r"logits are (ndarray|torch.int64); give the network's"):
+        sparse_loss(logits, targets)
 
 
 def test_token_loss_is_the_mean_over_labeled_tokens():

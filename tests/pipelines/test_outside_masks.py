@@ -358,6 +358,27 @@ def test_outside_a_view_of_hard_masks_that_does_not_fit_is_one_sentence():
         sample_masks(random_masks(), torch.eye(2, 3)[None], (4, 4))
 
 
+@pytest.mark.parametrize(
+    ("masks", "size", "said"),
+    [
+        ([np.zeros((4, 5), int)], 4, r"^a mask is a ndarray; give class ids as a tensor of int"),
+        ([[0, 1]], 4, "^a mask is a list; give"),
+        (torch.zeros(1, 4, 5), 4, r"^a mask is a tensor of float32, \(4, 5\); give"),
+        (torch.zeros(1, 1, 4, 5, dtype=torch.long), 4, r"of int64, \(1, 4, 5\); give"),
+        (torch.zeros(1, 4, 5, dtype=torch.long), (4,), r"^size is \(4,\); give the pixels of a"),
+        (torch.zeros(1, 4, 5, dtype=torch.long), (4, 0), r"^size is \(4, 0\); give the pixels"),
+    ],
+)
+def test_outside_hard_masks_of_other_types_are_one_sentence(masks, size, said):
+    with pytest.raises(UserError, match=said):
+        sample_masks(masks, torch.eye(2, 3)[None], size)
+
+
+def test_outside_the_side_of_a_square_is_a_size():
+    masks, view = random_masks(), torch.eye(2, 3).repeat(2, 1, 1)
+    assert torch.equal(sample_masks(masks, view, 4), sample_masks(masks, view, (4, 4)))
+
+
 def test_outside_soft_and_hard_masks_agree_on_where_a_pixel_is(folder, tmp_path):
     """Maps of one class per cell, and a mask of the same cells: the best classes are equal."""
     images = Images(folder, split="train")

@@ -7,7 +7,8 @@
 All loaders read the same images in one run. Each round runs one epoch of every loader, from
 requesting the first batch to receiving the last, in rotating order; a ratio is the median of the
 ratios within a round. Loaders are built --makings times, as two instances of one loader are not
-equally fast. With --threads n the process and its workers are confined to n cores.
+equally fast. What labels cost is also a ratio of processor time, which other processes hardly
+change. With --threads n the process and its workers are confined to n cores.
 benchmarks/peers.py describes the loaders. Without --data the images are generated once, below
 --cache, from photographs that ship with scikit-image and scikit-learn. Rows are appended to
 --results.
@@ -19,6 +20,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -65,6 +67,8 @@ BARS = {
         for peer in ("simplejpeg", "torchvision", "torchvision-tensor", "timm")
     },
 }
+# Loaders of this process alone with and without labels.
+LABELS = [("ffcv-2-crops+labels", "ffcv-2-crops"), (OURS, "ffcv"), ("folder+labels", "folder")]
 # Ratios beside those of OURS to every other loader.
 RATIOS = [
     # Above 4/3 the second crop of an image costs less than half of the first.
@@ -79,6 +83,13 @@ RATIOS = [
 
 Key = tuple[str, int]  # loader, threads
 Rates = dict[Key, list[float]]  # images per second, one value per round
+
+
+class Measured(NamedTuple):
+    """What is measured of loaders."""
+
+    rates: Rates  # by the clock
+    processor: Rates  # by the processor time of the process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,14 +122,14 @@ def main(benchmark: LoaderBenchmark) -> dict:
     else:
         data = beton_dataset(benchmark.data, benchmark.folder, benchmark.cache)
     names = [name for name in names if can_read(name, data, required=bool(benchmark.loaders))]
-    facts, rates = environment(), measure(names, data, benchmark)
+    facts, measured = environment(), measure(names, data, benchmark)
     rows = []
-    for (name, threads), values in sorted(rates.items(), key=lambda item: item[0][1]):
+    for (name, threads), values in sorted(measured.rates.items(), key=lambda item: item[0][1]):
         rows += [row | {"threads": threads} for row in spread_rows({name: values}, "images/s")]
     if benchmark.stages:
         stages = spread_rows(measure_stages(data, benchmark), "µs/image")
         rows += [row | {"threads": 1} for row in stages]
-    return report(benchmark, rows, ratios(rates), describe(data.paths, names), facts)
+    return report(benchmark, rows, ratios(measured), describe(data.paths, names), facts)
 
 
 def describe(paths: list[str], names: list[str]) -> str:
@@ -179,7 +190,7 @@ def can_read(name: str, data: BenchmarkSet, required: bool) -> bool:
 # ------------------------------------------------------------------------- measuring
 
 
-def measure(names: list[str], data: BenchmarkSet, benchmark: LoaderBenchmark) -> Rates:
+def measure(names: list[str], data: BenchmarkSet, benchmark: LoaderBenchmark) -> Measured:
     """Return images per second of every loader with every number of threads, a value per round.
 
     Loaders are built again for each share of the rounds, in another order each time. Two identical
@@ -190,7 +201,7 @@ def measure(names: list[str], data: BenchmarkSet, benchmark: LoaderBenchmark) ->
     keys = [(name, threads) for name in names for threads in dict.fromkeys(benchmark.threads)]
     makings = min(benchmark.makings, benchmark.rounds)
     shares = list(map(len, np.array_split(range(benchmark.rounds), makings)))
-    rates = {key: [] for key in keys}
+    rates, processor = ({key: [] for key in keys} for _ in range(2))
     # Each making adds a round of warm-up.
     turns = len(keys) * (benchmark.rounds + len(shares))
     with restore_cpus_after() as allowed, steps_bar("benchmark", turns, 0) as advance:
@@ -206,39 +217,52 @@ def measure(names: list[str], data: BenchmarkSet, benchmark: LoaderBenchmark) ->
                 # All are built before the first is pinned to a core: numba fixes its maximum number
                 # of threads when it is imported.
                 pin(allowed)
-                first, works = making % len(keys), {}
+                first, works, spent = making % len(keys), {}, {key: [] for key in keys}
                 for key in keys[first:] + keys[:first]:
                     config = PeerConfig(data, key[1], benchmark.batch, benchmark.size)
                     peer = alive.enter_context(closing(PEERS[key[0]].build(config)))
-                    works[key] = partial(run_epoch, peer)
+                    works[key] = partial(run_epoch, peer, spent[key])
                 new = take_turns(
                     works, share, before, lambda key: advance(1, f"{key[0]}, {key[1]} threads")
                 )
                 for key, values in new.items():
                     rates[key] += values
-    return rates
+                    # Without the warm-up, as `take_turns`.
+                    processor[key] += spent[key][1:]
+    return Measured(rates, processor)
 
 
-def run_epoch(peer: Peer, epoch: int) -> int:
-    """Consume an epoch and return its number of images."""
-    return sum(batch.count for batch in peer.batches(epoch))
+def run_epoch(peer: Peer, rates: list[float], epoch: int) -> int:
+    """Consume an epoch and return its number of images; append those per second of processor."""
+    start = time.process_time()
+    count = sum(batch.count for batch in peer.batches(epoch))
+    rates.append(count / (time.process_time() - start))
+    return count
 
 
-def ratios(rates: Rates) -> list[dict]:
+def ratios(measured: Measured) -> list[dict]:
     """Return the ratios within rounds between loaders and between numbers of threads.
 
     They are: ours with labels to every other loader, each of ours with labels to the same without,
-    ours through DALI to NVIDIA's own pipeline, and every number of threads to the smallest.
+    ours through DALI to NVIDIA's own pipeline, and every number of threads to the smallest; then
+    those of processor time with and without labels.
     """
+    rates, processor = measured
     names, counts = (list(dict.fromkeys(part)) for part in zip(*rates, strict=True))
     others, few = [(OURS, name) for name in names if name != OURS], min(counts)
     pairs = [((a, n), (b, n)) for n in counts for a, b in others + RATIOS]
     pairs += [((name, n), (name, few)) for n in counts for name in names if n != few]
-    return [
+    found = [
         compare(a[0], b[0], rates[a], rates[b], bar=find_bar(a, b))
         | {"threads": a[1] if a[1] == b[1] else f"{a[1]}/{b[1]}"}
         for a, b in pairs
         if a in rates and b in rates
+    ]
+    return found + [
+        compare(a, b, processor[a, n], processor[b, n], ", processor time") | {"threads": n}
+        for n in counts
+        for a, b in LABELS
+        if a in names and b in names
     ]
 
 

@@ -331,6 +331,13 @@ def test_document_and_printed_rows(cache, data, tmp_path, capsys):
         assert words in printed
 
 
+def test_a_rate_is_also_of_the_processor_time_of_an_epoch(monkeypatch):
+    peer, rates = SimpleNamespace(batches=lambda epoch: [SimpleNamespace(count=4)] * epoch), []
+    monkeypatch.setattr("time.process_time", iter([1.0, 3.0, 10.0, 11.0]).__next__)
+    assert [loaders.run_epoch(peer, rates, epoch) for epoch in (1, 2)] == [4, 8]
+    assert rates == [2, 8]
+
+
 def test_cores_and_threads_are_restored(cache, data):
     torch.set_num_threads(2)
     before = os.sched_getaffinity(0)
@@ -425,11 +432,12 @@ def test_results_are_appended_without_paths(cache, data, tmp_path, monkeypatch):
     for _ in range(2):
         main(small(cache, record=True, results=results, rounds=1))
     rows = list(csv.DictReader(results.open()))
-    assert len(rows) == 2 * (3 + 2)
+    assert len(rows) == 2 * (3 + 3)
     assert results.read_text().count("date,commit,cpu,cores") == 1
     assert {row["name"]: row["unit"] for row in rows} == {
         **dict.fromkeys(SMALL, "images/s"),
         "ffcv+labels / ffcv": "ratio",
+        "ffcv+labels / ffcv, processor time": "ratio",
         "ffcv+labels / torchvision": "ratio",
     }
     for row in rows:

@@ -91,21 +91,18 @@ def find_commands(module: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_name)
-def test_outside_messages_name_options_of_a_command_that_prints_them(path):
-    """Or of a command that the message names."""
+def test_outside_messages_name_what_exists(path):
+    """Commands, and options of a command that prints them or that the message names."""
     own, wrong = FOREIGN.union(*map(command_options, find_commands(module_name(path)))), []
-    for line, text in read_texts(path) if path != LAUNCHER else ():
-        named = [name for name in COMMANDS if re.search(rf"\b{name}\b", text)]
-        known = own.union(*map(command_options, named))
-        wrong += [(line, option) for option in OPTION.findall(text) if option not in known]
+    words = re.compile(r"(?:`|with |with `|by `|see |run )densefeed ([a-z-]+)")
+    for line, text in read_texts(path):
+        wrong += [(line, name) for name in words.findall(text) if name not in COMMANDS]
+        options = set(OPTION.findall(text)) - own if path != LAUNCHER else ()
+        if options:
+            named = [name for name in COMMANDS if re.search(rf"\b{name}\b", text)]
+            known = frozenset().union(*map(command_options, named))
+            wrong += [(line, option) for option in options - known]
     assert not wrong
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=module_name)
-def test_outside_messages_name_commands_that_exist(path):
-    words = r"(?:`|with |with `|by `|see |run )densefeed ([a-z-]+)"
-    found = [(line, name) for line, text in read_texts(path) for name in re.findall(words, text)]
-    assert [(line, name) for line, name in found if name not in COMMANDS] == []
 
 
 def test_outside_install_hints_name_extras_that_exist():

@@ -39,9 +39,8 @@ print(json.dumps({
 """
 
 
-@pytest.mark.parametrize(
-    "form", ["script", *(pytest.param(form, marks=pytest.mark.slow) for form in ("-c", "-m"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["script", "-c", "-m"])
 def test_program_sees_the_same_as_in_a_fresh_interpreter(command, tmp_path, form, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "real").mkdir()

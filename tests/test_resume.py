@@ -168,7 +168,8 @@ SEGMENT = {
 }
 
 
-@pytest.mark.parametrize("fields", mark_slow(SEGMENT, "segment"))
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", SEGMENT.values(), ids=list(SEGMENT))
 def test_segmentation_resumes_to_the_bit(segments, tmp_path, monkeypatch, fields):
     """After a step of the first epoch, and after one of the second."""
     training.train(segments(tmp_path / "whole", **fields))

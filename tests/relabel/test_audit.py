@@ -91,7 +91,7 @@ def orient_all(maps, orientation):
 # ------------------------------------------------------------------------------------- clean stores
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("form", ["raw", "compact", "lossless"])
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_clean_store_raises_no_alarm(clean, located, tmp_path, form, which):

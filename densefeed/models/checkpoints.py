@@ -142,6 +142,9 @@ def load(path: Path) -> dict:
 
 def name_other_kind(path: Path) -> str:
     """Name the kind of a file that is no checkpoint; empty for a damaged checkpoint."""
+    # ONNX files have no first bytes of their own.
+    if path.suffix == ".onnx":
+        return "an ONNX network"
     kind = name_kind(path)
     return "" if "checkpoint" in kind or kind == "a safetensors file" else kind
 

@@ -72,13 +72,19 @@ def sparse_loss(logits: Tensor, targets: SparseTargets | SoftMasks) -> Tensor:
     of a grid of h x w or, in less memory, SoftMasks (mask_loss.py). Logits of MixToken are already
     un-mixed, so targets stay in place. Each token or pixel counts by its weight in `targets`;
     without any the loss is 0. Raises ValueError if the shapes do not fit, where SparseTargets know
-    h w and not h x w, and TypeError for logits that are not a floating-point tensor.
+    h w and not h x w, and TypeError for logits that are not a floating-point tensor and for other
+    targets.
     """
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
         kind = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
         raise TypeError(f"logits are {kind}; give the network's output, a floating-point tensor")
     if isinstance(targets, SoftMasks):
         return mask_loss(logits, targets)
+    if not isinstance(targets, SparseTargets):
+        raise TypeError(
+            f"targets are a {type(targets).__name__}; give SparseTargets or SoftMasks, or compute "
+            "torch.nn.functional.cross_entropy of other targets"
+        )
     # The class token is a grid of one, and pixels are tokens.
     logits_NTK = logits[:, None] if logits.ndim == 2 else logits
     logits_NTK = logits.flatten(2).mT if logits.ndim == 4 else logits_NTK

@@ -7,6 +7,7 @@ stored maps instead, and the loss makes the targets of some rows of pixels at a 
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -68,16 +69,19 @@ class SoftMasks(NamedTuple):
 
         A pixel gets `share` of its soft target and 1 - `share` of its hard class. Where one of both
         is not known, the other counts alone: with `share` 1 hard masks only fill what the maps do
-        not cover, with 0 the maps fill what the masks leave. Raises ValueError for other shapes and
-        types, on a CPU for ids of no class, and for a share that is not from 0 to 1.
+        not cover, with 0 the maps fill what the masks leave. Raises TypeError unless `hard` is a
+        tensor, ValueError for other shapes and dtypes, on a CPU for ids of no class, and for a
+        share that is not a number from 0 to 1.
         """
         wanted = len(self.batch.view), *self.size
+        if not isinstance(hard, Tensor):
+            raise TypeError(f"hard masks are a {type(hard).__name__}; give a tensor of class ids")
         if tuple(hard.shape) != wanted or hard.is_floating_point():
             raise ValueError(
                 f"hard masks are {hard.dtype} of shape {tuple(hard.shape)}; give class ids of shape"
                 f" {wanted}, as sample_masks returns them"
             )
-        if not 0 <= share <= 1:
+        if not (isinstance(share, Real) and 0 <= share <= 1):
             raise ValueError(f"the share of soft targets is {share}; give a number from 0 to 1")
         # On a GPU this would wait.
         if hard.device.type == "cpu" and hard.numel():
@@ -97,7 +101,8 @@ class SoftMasks(NamedTuple):
     def blocks(self, count: int) -> Iterator[PixelRows]:
         """Yield the targets of multiples of `count` rows of pixels one after another."""
         (h, w), spec, rules = self.size, self.spec, self.rules
-        most = most_samples(self.batch, spec, self.size, rules)
+        # A DataLoader makes a list of the size.
+        most = most_samples(self.batch, spec, (h, w), rules)
         points = count * w * most**2
         # Rounded up: the overhead of a block, about 60 operations, is that of two stripes.
         blocks = min(-(-VALUES // (points * spec.max_palette)), max(1, POINTS // points))
@@ -201,6 +206,11 @@ def sample_masks(
     Raises UserError for masks and views of other types and shapes.
     """
     size = split_size(size)
+    if not isinstance(masks, Tensor | Sequence) or not isinstance(view, Tensor):
+        raise UserError(
+            f"masks are a {type(masks).__name__} and view a {type(view).__name__}; give a tensor "
+            "[N, H, W] or N tensors [H, W], and a tensor of views"
+        )
     for mask in masks:
         if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.is_floating_point():
             kind = type(mask).__name__

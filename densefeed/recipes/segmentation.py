@@ -28,6 +28,8 @@ FINE_TUNE = dict(
     lr_batch=16,
     min_lr=0.0,
     weight_decay=0.01,
+    # 8 devices have 2 images each.
+    sync_batchnorm=True,
     eval_every=16,
 )
 ALL_SCALES = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75)

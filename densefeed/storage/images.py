@@ -186,7 +186,7 @@ class Images:
             pixels.
     """
 
-    is_object, has_labels = False, True
+    is_object, has_labels, masks = False, True, None
     _hash_files: Callable[[Sequence[int]], str] | None = None
 
     def __init__(

@@ -137,6 +137,8 @@ class CocoInstances:
         rows = {key: row for row, key in enumerate(listed)}
         for number, record in enumerate(content["annotations"]):
             self._add(f"annotations[{number}]", record, rows)
+        if not content["annotations"]:
+            raise UserError(f"{file} lists no objects; give a file with annotations")
 
     def _refuse(self, why: str) -> NoReturn:
         raise UserError(f"{self.file} is damaged ({why}); {REMEDY}")

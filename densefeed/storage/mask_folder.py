@@ -38,6 +38,9 @@ VOC_CLASSES = [
     *("cow", "diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa"),
     *("train", "tvmonitor"),
 ]
+# By depth and color type of a PNG file. Pillow multiplies gray of 2 and 4 bits, so that white is
+# 255.
+GRAY_FACTORS = {b"\x02\x00": 85, b"\x04\x00": 17}
 # Masks that are read when a dataset is found.
 CHECKED = 64
 # Bytes of boxes.json.
@@ -95,6 +98,8 @@ class MaskFolder:
             )
         listed = self.root / "classes.txt"
         if classes is not None:
+            if isinstance(classes, str) or not isinstance(classes, Sequence):
+                raise UserError(f"classes is {classes!r}; give a list of names")
             names = classes
         elif listed.is_file():
             names = [line for _, line in read_lines(listed)]
@@ -196,8 +201,11 @@ class MaskFolder:
         if path is None:
             return torch.empty(0, 0, dtype=torch.int64)
         try:
-            with path.open("rb") as file, open_image(file) as image:
-                mode, pixels = image.mode, np.array(image)
+            with path.open("rb") as file:
+                depth = file.read(26)[24:]
+                file.seek(0)
+                with open_image(file) as image:
+                    mode, pixels, is_png = image.mode, np.array(image), image.format == "PNG"
         # Pillow does not limit the types of its exceptions.
         except Exception as error:
             raise UserError(f"{path} cannot be read ({first_line(error)}); replace it") from error
@@ -207,6 +215,8 @@ class MaskFolder:
                 "channel, or of a palette"
             )
         ids = torch.from_numpy(pixels.astype(np.int64))
+        if is_png:
+            ids //= GRAY_FACTORS.get(depth, 1)
         if self._first:
             ids -= self._first
         elif K <= VOID:

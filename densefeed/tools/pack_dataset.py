@@ -143,6 +143,11 @@ def main(packing: Packing) -> None:
     limit_pixels(packing.max_pixels)
     images = open_images(packing.data, packing.dataset, packing.split, packing)
     images.describe_split()
+    if images.masks is not None:
+        raise UserError(
+            f"{packing.data} is read with masks, which a .beton does not hold; train from the "
+            "folder itself, or leave out --dataset"
+        )
     # A validation split may have images of one class.
     if packing.split in SPLITS[0]:
         check_two_classes(images.root, images.class_names, images.labels)

@@ -686,6 +686,7 @@ HOSTILE = {
     "missing": (change(("images", 3, "file_name"), "x.png"), "names x.png, which is not below"),
     "unknown image": (change(("annotations", 0, "image_id"), 3), "is of the image 3, which it"),
     "unknown class": (change(("annotations", 0, "category_id"), 3), "has the category 3, which"),
+    "no objects": (change(("annotations",), []), "train2017.json lists no objects; give a file"),
     "no shape": (change(SHAPE, []), r"annotations\[0\] has no segmentation"),
     "a box": (change(SHAPE, [[0, 0, 5, 5]]), "a polygon that is not 3 or more pairs"),
     "odd": (change(SHAPE, [[0, 0, 5, 5, 1, 2, 3]]), "a polygon that is not 3 or more pairs"),

@@ -223,6 +223,12 @@ def test_outside_logits_of_other_types_are_one_sentence(logits):
         sparse_loss(logits, targets)
 
 
+@pytest.mark.parametrize("targets", [None, torch.zeros(2, 4, 7), torch.zeros(2, 4).long()])
+def test_outside_targets_of_other_types_are_one_sentence(targets):
+    with pytest.raises(TypeError, match=r"^targets are a (NoneType|Tensor); give SparseTargets or"):
+        sparse_loss(torch.zeros(2, 4, 7), targets)
+
+
 def test_token_loss_is_the_mean_over_labeled_tokens():
     targets, dense = random_targets(3, 5, 4, 11)
     logits = torch.randn(3, 5, 11, dtype=torch.float64)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
@@ -152,6 +153,13 @@ def test_outside_logits_of_any_size_are_exact(labels, stripes, dtype, offset):
     torch.testing.assert_close(logits.grad.double(), grad, rtol=max(1e-5, 2 * spacing), atol=1e-7)
 
 
+def test_outside_a_data_loader_converts_masks(labels):
+    """It makes a list of their size."""
+    masks, logits = labels.soft_masks(range(N), VIEWS["crops"], SIZE), random_logits()
+    (made,) = DataLoader([masks], batch_size=None)
+    assert torch.equal(sparse_loss(logits, made), sparse_loss(logits, masks))
+
+
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_outside_hard_and_soft_targets_are_mixed_pixel_by_pixel(labels, share, stripes):
     """Soft targets, hard classes, both and none of them known, in a loop over pixels."""
@@ -286,6 +294,10 @@ def test_outside_what_does_not_fit_is_named(labels):
         masks.mix(torch.zeros(N, *SIZE))
     with pytest.raises(ValueError, match="from 0 to 1"):
         masks.mix(torch.zeros(N, *SIZE, dtype=torch.uint8), 1.5)
+    with pytest.raises(ValueError, match="the share of soft targets is a; give a number from 0"):
+        masks.mix(torch.zeros(N, *SIZE, dtype=torch.uint8), "a")
+    with pytest.raises(TypeError, match=r"^hard masks are a list; give a tensor of class ids"):
+        masks.mix([0])
 
 
 # ------------------------------------------------------------------------- hard masks
@@ -363,6 +375,7 @@ def test_outside_a_view_of_hard_masks_that_does_not_fit_is_one_sentence():
     [
         ([np.zeros((4, 5), int)], 4, r"^a mask is a ndarray; give class ids as a tensor of int"),
         ([[0, 1]], 4, "^a mask is a list; give"),
+        (None, 4, "^masks are a NoneType and view a Tensor; give a tensor"),
         (torch.zeros(1, 4, 5), 4, r"^a mask is a tensor of float32, \(4, 5\); give"),
         (torch.zeros(1, 1, 4, 5, dtype=torch.long), 4, r"of int64, \(1, 4, 5\); give"),
         (torch.zeros(1, 4, 5, dtype=torch.long), (4,), r"^size is \(4,\); give the pixels of a"),

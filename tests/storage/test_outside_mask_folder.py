@@ -1,6 +1,8 @@
 """Folders of images with hard masks: four layouts, what they hold, what is refused."""
 
 import json
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -248,3 +250,36 @@ def test_outside_commands_read_folders_of_masks(tmp_path):
     assert part.masks.mask(int(part.rows[0])).shape in ((4, 6), (0, 0))
     with pytest.raises(UserError, match="--dataset masks/x: the layout has no names"):
         Images(tmp_path, "masks/x", "train")
+
+
+def write_gray(path, rows, depth):
+    """Write a gray PNG of this depth, which Pillow cannot."""
+    height, width = rows.shape
+    bits = (rows[..., None] >> np.arange(depth)[::-1]) & 1
+    lines = np.packbits(bits.reshape(height, -1).astype(np.uint8), axis=1)
+    pixels = zlib.compress(b"".join(b"\0" + line.tobytes() for line in lines))
+    header = struct.pack(">IIBBBBB", width, height, depth, 0, 0, 0, 0)
+    content = b"\x89PNG\r\n\x1a\n"
+    for kind, part in ((b"IHDR", header), (b"IDAT", pixels), (b"IEND", b"")):
+        content += struct.pack(">I", len(part)) + kind + part
+        content += struct.pack(">I", zlib.crc32(kind + part))
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4, 8, 16])
+def test_outside_gray_of_any_depth_holds_ids(plain, depth):
+    """Pillow multiplied ids of 2 bits by 85, and of 4 bits by 17."""
+    most = min(2**depth, 200)
+    ids = RNG.integers(0, most, (20, 24))
+    write_gray(plain / "masks/1.png", ids, depth)
+    data = MaskFolder(plain, classes=[str(number) for number in range(most)])
+    assert np.array_equal(data.mask(1), ids)
+    short = MaskFolder(plain, classes=[str(number) for number in range(int(ids.max()))])
+    with pytest.raises(UserError, match=rf"1.png has class {ids.max()}, and there are {ids.max()}"):
+        short.mask(1)
+
+
+def test_outside_classes_are_a_list_of_names(plain):
+    for given in ("abc", 5):
+        with pytest.raises(UserError, match=rf"^classes is {given!r}; give a list of names"):
+            MaskFolder(plain, classes=given)

@@ -55,6 +55,12 @@ def test_jpegs_keep_every_pixel_and_without_index_every_byte(folder, tmp_path):
             assert (stored == images.read(n)) == (not index)
 
 
+def test_outside_masks_are_not_left_out_silently(masked, tmp_path):
+    with pytest.raises(UserError, match=r"is read with masks, which a \.beton does not hold; "):
+        main(Packing(data=masked[0], dataset="masks", out=tmp_path / "x.beton"))
+    assert not (tmp_path / "x.beton").exists()
+
+
 @pytest.mark.parametrize("kind", ["folder", "tar", "list", "beton"])
 def test_outside_one_class_alone_is_neither_packed_nor_labeled(folder, packed, tmp_path, kind):
     data = shutil.copytree(folder / "train" / "cat", tmp_path / "one" / "cat").parent

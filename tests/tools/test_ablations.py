@@ -23,17 +23,19 @@ from ..runs import model_for, objective_for
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def configs(run_once):
-    """The config of every row, as train.py parses its command line."""
+class Rows(dict):
+    """The config of every row, as train.py parses its command line when it is asked for."""
 
-    def parse_rows() -> dict[str, dict]:
+    def __missing__(self, name: str) -> Config:
         with pytest.MonkeyPatch.context() as patch:
-            rows = {name: shlex.join(["densefeed", "train", *w]) for name, w in RUNS.items()}
-            return {name: parse(command, patch).to_dict() for name, command in rows.items()}
+            command = shlex.join(["densefeed", "train", *RUNS[name]])
+            self[name] = Config.from_dict(parse(command, patch).to_dict())
+        return self[name]
 
-    rows = run_once("ablations", parse_rows)
-    return {name: Config.from_dict(fields) for name, fields in rows.items()}
+
+@pytest.fixture(scope="module")
+def configs():
+    return Rows()
 
 
 # Every sixth row is fast: there are some of each family of models.
@@ -52,11 +54,13 @@ def test_the_model_of_every_row_can_be_built(configs, name):
     assert model.stem(torch.zeros(1, 3, 64, 64, device="meta")).shape == (1, 96, 8, 8)
 
 
+@pytest.mark.slow
 def test_all_rows_differ_and_every_row_is_in_a_table(configs):
     assert {name for names in TABLES.values() for name in names} == set(RUNS)
-    assert len({repr(config) for config in configs.values()}) == len(RUNS)
+    assert len({repr(configs[name]) for name in RUNS}) == len(RUNS)
 
 
+@pytest.mark.slow
 def test_the_rows_of_a_table_differ_in_what_the_table_compares(configs):
     """Consecutive rows of the path (Table 3 of Token Labeling) differ by the paper's step alone.
 
@@ -100,6 +104,7 @@ def test_the_rows_of_a_table_differ_in_what_the_table_compares(configs):
     assert differing(*TABLES["DRLoc, beside token labels"]) == {"drloc", "drloc_grid"}
 
 
+@pytest.mark.slow
 def test_curves_of_dhvt_have_the_parts_of_those_at_full_size(configs):
     """In the same order; the full-size commands name DHVT-T."""
     text = (ROOT / "densefeed/recipes/ABLATIONS.md").read_text()

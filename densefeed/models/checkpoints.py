@@ -128,7 +128,8 @@ def load(path: Path) -> dict:
             raise CheckpointError(explain_os_error(error)) from None
         if kind := name_other_kind(path):
             raise CheckpointError(
-                f"{path} is {kind}, and not a checkpoint; give a checkpoint or a run folder"
+                f"{path} is {kind}, and not a checkpoint; give a checkpoint, a run folder or a "
+                f"folder with {EXPORTED}"
             ) from error
         readable = isinstance(error, TorchFileError | SafetensorError | OSError)
         why = error if readable else type(error).__name__
@@ -143,7 +144,7 @@ def load(path: Path) -> dict:
 def name_other_kind(path: Path) -> str:
     """Name the kind of a file that is no checkpoint; empty for a damaged checkpoint."""
     # ONNX files have no first bytes of their own.
-    if path.suffix == ".onnx":
+    if path.suffix.lower() == ".onnx":
         return "an ONNX network"
     kind = name_kind(path)
     return "" if "checkpoint" in kind or kind == "a safetensors file" else kind

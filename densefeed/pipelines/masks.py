@@ -7,7 +7,6 @@ stored maps instead, and the loss makes the targets of some rows of pixels at a 
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -81,8 +80,12 @@ class SoftMasks(NamedTuple):
                 f"hard masks are {hard.dtype} of shape {tuple(hard.shape)}; give class ids of shape"
                 f" {wanted}, as sample_masks returns them"
             )
-        if not (isinstance(share, Real) and 0 <= share <= 1):
-            raise ValueError(f"the share of soft targets is {share}; give a number from 0 to 1")
+        try:
+            part = float(share)
+        except (TypeError, ValueError):
+            part = math.nan
+        if not 0 <= part <= 1:
+            raise ValueError(f"the share of soft targets is {share!r}; give a number from 0 to 1")
         # On a GPU this would wait.
         if hard.device.type == "cpu" and hard.numel():
             last, ends = self.spec.num_classes - 1, [end.item() for end in hard.aminmax()]
@@ -91,7 +94,7 @@ class SoftMasks(NamedTuple):
                     f"hard masks hold {wrong[0]}; give classes from 0 to {last}, and -1 where none "
                     "is known"
                 )
-        return self._replace(hard=hard, share=float(share))
+        return self._replace(hard=hard, share=part)
 
     def to(self, device: torch.device | str) -> "SoftMasks":
         """Copy the masks to `device`."""
@@ -211,8 +214,11 @@ def sample_masks(
             f"masks are a {type(masks).__name__} and view a {type(view).__name__}; give a tensor "
             "[N, H, W] or N tensors [H, W], and a tensor of views"
         )
+    if isinstance(masks, Tensor) and masks.ndim != 3:
+        raise UserError(f"masks have the shape {tuple(masks.shape)}; give class ids [N, H, W]")
     for mask in masks:
-        if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.is_floating_point():
+        whole = isinstance(mask, Tensor) and not (mask.is_floating_point() or mask.is_complex())
+        if not whole or mask.ndim != 2:
             kind = type(mask).__name__
             if isinstance(mask, Tensor):
                 kind = f"tensor of {str(mask.dtype).removeprefix('torch.')}, {tuple(mask.shape)}"
@@ -225,9 +231,8 @@ def sample_masks(
             f"view is {tuple(view.shape)}; for {len(masks)} masks give an affine view "
             f"[{len(masks)}, 2, 3] from the network's input to the image, or collated Views"
         )
-    return torch.stack(
-        [sample_mask(mask, one, size, outside) for mask, one in zip(masks, view, strict=True)]
-    )
+    sampled = [sample_mask(mask, one, size, outside) for mask, one in zip(masks, view, strict=True)]
+    return torch.stack(sampled) if sampled else torch.empty(0, *size, dtype=torch.int64)
 
 
 def sample_mask(mask_HW: Tensor, view: Tensor, size: Shape, outside: int) -> Tensor:

@@ -12,7 +12,7 @@ may have no mask: it is unlabeled. Masks of photo scenes number the objects of a
 classes are in boxes.json; 0 is the background. `--dataset masks` reads these layouts in commands.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,7 @@ class MaskFolder:
             )
         listed = self.root / "classes.txt"
         if classes is not None:
-            if isinstance(classes, str) or not isinstance(classes, Sequence):
+            if isinstance(classes, str | bytes) or not isinstance(classes, Iterable):
                 raise UserError(f"classes is {classes!r}; give a list of names")
             names = classes
         elif listed.is_file():
@@ -205,21 +205,21 @@ class MaskFolder:
                 depth = file.read(26)[24:]
                 file.seek(0)
                 with open_image(file) as image:
-                    mode, pixels, is_png = image.mode, np.array(image), image.format == "PNG"
+                    mode, kind, pixels = image.mode, image.format, np.array(image)
         # Pillow does not limit the types of its exceptions.
         except Exception as error:
             raise UserError(f"{path} cannot be read ({first_line(error)}); replace it") from error
+        if kind != "PNG":
+            raise UserError(f"{path} is a {kind} file, which may hold other ids; save it as PNG")
         if pixels.ndim != 2:
             raise UserError(
                 f"{path} is an image of mode {mode}, not of class ids; save it as a PNG of one "
                 "channel, or of a palette"
             )
-        ids = torch.from_numpy(pixels.astype(np.int64))
-        if is_png:
-            ids //= GRAY_FACTORS.get(depth, 1)
+        ids = torch.from_numpy(pixels.astype(np.int64)) // GRAY_FACTORS.get(depth, 1)
         if self._first:
             ids -= self._first
-        elif K <= VOID:
+        elif K <= VOID and not numbers:
             ids[ids == VOID] = UNLABELED
         if (ids >= K).any() and numbers:
             raise UserError(f"{path} has more objects than {BOXES} lists; make the scenes again")

@@ -145,8 +145,8 @@ def main(packing: Packing) -> None:
     images.describe_split()
     if images.masks is not None:
         raise UserError(
-            f"{packing.data} is read with masks, which a .beton does not hold; train from the "
-            "folder itself, or leave out --dataset"
+            f"{packing.data} is read with masks by --dataset {packing.dataset}, and a .beton holds "
+            "none; train from the folder itself"
         )
     # A validation split may have images of one class.
     if packing.split in SPLITS[0]:

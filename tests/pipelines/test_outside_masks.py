@@ -294,10 +294,12 @@ def test_outside_what_does_not_fit_is_named(labels):
         masks.mix(torch.zeros(N, *SIZE))
     with pytest.raises(ValueError, match="from 0 to 1"):
         masks.mix(torch.zeros(N, *SIZE, dtype=torch.uint8), 1.5)
-    with pytest.raises(ValueError, match="the share of soft targets is a; give a number from 0"):
+    with pytest.raises(ValueError, match="the share of soft targets is 'a'; give a number from"):
         masks.mix(torch.zeros(N, *SIZE, dtype=torch.uint8), "a")
     with pytest.raises(TypeError, match=r"^hard masks are a list; give a tensor of class ids"):
         masks.mix([0])
+    hard = torch.zeros(N, *SIZE, dtype=torch.uint8)
+    assert masks.mix(hard, torch.tensor(0.5)).share == 0.5
 
 
 # ------------------------------------------------------------------------- hard masks
@@ -376,8 +378,11 @@ def test_outside_a_view_of_hard_masks_that_does_not_fit_is_one_sentence():
         ([np.zeros((4, 5), int)], 4, r"^a mask is a ndarray; give class ids as a tensor of int"),
         ([[0, 1]], 4, "^a mask is a list; give"),
         (None, 4, "^masks are a NoneType and view a Tensor; give a tensor"),
+        (torch.tensor(3), 4, r"^masks have the shape \(\); give class ids \[N, H, W\]"),
+        (torch.zeros(1, 4, 5).cfloat(), 4, r"^a mask is a tensor of complex64, \(4, 5\); give"),
         (torch.zeros(1, 4, 5), 4, r"^a mask is a tensor of float32, \(4, 5\); give"),
-        (torch.zeros(1, 1, 4, 5, dtype=torch.long), 4, r"of int64, \(1, 4, 5\); give"),
+        (torch.zeros(1, 1, 4, 5, dtype=torch.long), 4, r"have the shape \(1, 1, 4, 5\); give"),
+        ([torch.zeros(1, 4, 5, dtype=torch.long)], 4, r"of int64, \(1, 4, 5\); give"),
         (torch.zeros(1, 4, 5, dtype=torch.long), (4,), r"^size is \(4,\); give the pixels of a"),
         (torch.zeros(1, 4, 5, dtype=torch.long), (4, 0), r"^size is \(4, 0\); give the pixels"),
     ],
@@ -385,6 +390,11 @@ def test_outside_a_view_of_hard_masks_that_does_not_fit_is_one_sentence():
 def test_outside_hard_masks_of_other_types_are_one_sentence(masks, size, said):
     with pytest.raises(UserError, match=said):
         sample_masks(masks, torch.eye(2, 3)[None], size)
+
+
+def test_outside_no_masks_give_none():
+    for masks in ([], torch.zeros(0, 4, 5, dtype=torch.int64)):
+        assert sample_masks(masks, torch.zeros(0, 2, 3), 4).shape == (0, 4, 4)
 
 
 def test_outside_the_side_of_a_square_is_a_size():

@@ -233,6 +233,10 @@ def test_outside_masks_of_scenes_have_the_classes_of_their_objects(tmp_path):
     save(tmp_path / "masks/train/ant/b.png", np.full((4, 6), 2, np.uint8))
     with pytest.raises(UserError, match=r"b.png has more objects than boxes.json lists; make"):
         MaskFolder(tmp_path).mask(0)
+    # No object, and not unlabeled: it was the last object.
+    save(tmp_path / "masks/train/ant/b.png", np.full((4, 6), 255, np.uint8))
+    with pytest.raises(UserError, match=r"b.png has more objects than boxes.json lists; make"):
+        MaskFolder(tmp_path).mask(0)
     (tmp_path / "boxes.json").write_text('{"scenes": [1]}')
     with pytest.raises(UserError, match="does not list the objects of scenes; make the scenes"):
         MaskFolder(tmp_path)
@@ -277,6 +281,12 @@ def test_outside_gray_of_any_depth_holds_ids(plain, depth):
     short = MaskFolder(plain, classes=[str(number) for number in range(int(ids.max()))])
     with pytest.raises(UserError, match=rf"1.png has class {ids.max()}, and there are {ids.max()}"):
         short.mask(1)
+
+
+def test_outside_a_jpeg_by_the_name_of_a_png_is_refused(plain):
+    Image.fromarray(IDS[1]).save(plain / "masks/1.png", "JPEG")
+    with pytest.raises(UserError, match=r"1.png is a JPEG file, which may hold other ids; save it"):
+        MaskFolder(plain, classes=NAMES).mask(1)
 
 
 def test_outside_classes_are_a_list_of_names(plain):

@@ -56,7 +56,7 @@ def test_jpegs_keep_every_pixel_and_without_index_every_byte(folder, tmp_path):
 
 
 def test_outside_masks_are_not_left_out_silently(masked, tmp_path):
-    with pytest.raises(UserError, match=r"is read with masks, which a \.beton does not hold; "):
+    with pytest.raises(UserError, match=r"by --dataset masks, and a \.beton holds none; train"):
         main(Packing(data=masked[0], dataset="masks", out=tmp_path / "x.beton"))
     assert not (tmp_path / "x.beton").exists()
 

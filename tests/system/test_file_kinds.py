@@ -58,7 +58,7 @@ def test_outside_a_file_of_another_kind_is_called_by_it(files):
         (
             "x.onnx",
             checkpoints.load,
-            "an ONNX network, and not a checkpoint; give a checkp.*, a run",
+            "an ONNX network, and not a checkpoint; give a che",
         ),
         ("x.pt", ScoreMapStore, "a zip file, as checkpoints of PyTorch are, and not a file of sc"),
         ("x.json", ScoreMapStore, "a JSON file, and not a file of score maps"),

@@ -55,11 +55,7 @@ def test_outside_a_file_of_another_kind_is_called_by_it(files):
     for name, read, kind in (
         ("maps.h5", checkpoints.load, "an HDF5 file, as score maps are, and not a checkpoint; giv"),
         ("x.beton", checkpoints.load, "a .beton, and not a checkpoint"),
-        (
-            "x.onnx",
-            checkpoints.load,
-            "an ONNX network, and not a checkpoint; give a che",
-        ),
+        ("x.onnx", checkpoints.load, "an ONNX network, and not a checkpoint; give a che"),
         ("x.pt", ScoreMapStore, "a zip file, as checkpoints of PyTorch are, and not a file of sc"),
         ("x.json", ScoreMapStore, "a JSON file, and not a file of score maps"),
         ("maps.h5", lambda path: read_json(path, "x"), "an HDF5 file, .* and not a JSON file; x"),

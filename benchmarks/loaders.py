@@ -7,8 +7,8 @@
 All loaders read the same images in one run. Each round runs one epoch of every loader, from
 requesting the first batch to receiving the last, in rotating order; a ratio is the median of the
 ratios within a round. Loaders are built --makings times, as two instances of one loader are not
-equally fast. What labels cost is also a ratio of processor time, which other processes hardly
-change. With --threads n the process and its workers are confined to n cores.
+equally fast. What labels cost is also a ratio of processor time, to which other processes matter
+less. With --threads n the process and its workers are confined to n cores.
 benchmarks/peers.py describes the loaders. Without --data the images are generated once, below
 --cache, from photographs that ship with scikit-image and scikit-learn. Rows are appended to
 --results.
@@ -67,8 +67,8 @@ BARS = {
         for peer in ("simplejpeg", "torchvision", "torchvision-tensor", "timm")
     },
 }
-# Loaders of this process alone with and without labels.
-LABELS = [("ffcv-2-crops+labels", "ffcv-2-crops"), (OURS, "ffcv"), ("folder+labels", "folder")]
+# Loaders with and without labels that have no worker processes, whose time would not count.
+LABELS = [(f"{name}+labels", name) for name in ("ffcv-2-crops", "ffcv", "folder")]
 # Ratios beside those of OURS to every other loader.
 RATIOS = [
     # Above 4/3 the second crop of an image costs less than half of the first.
@@ -86,10 +86,10 @@ Rates = dict[Key, list[float]]  # images per second, one value per round
 
 
 class Measured(NamedTuple):
-    """What is measured of loaders."""
+    """Rates of all loaders."""
 
-    rates: Rates  # by the clock
-    processor: Rates  # by the processor time of the process
+    rates: Rates  # by wall-clock time
+    processor: Rates  # by the processor time of this process
 
 
 @dataclass(frozen=True, kw_only=True)

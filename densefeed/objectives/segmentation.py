@@ -86,7 +86,8 @@ class MaskMetrics(NamedTuple):
 
 
 def import_metrics() -> ModuleType:
-    """Import torchmetrics' functions of classification, in a second; UserError if it is missing."""
+    """Import torchmetrics' functional metrics of classification; UserError if it is missing."""
+    # It takes a second, which no other training should wait for.
     try:
         from torchmetrics.functional import classification
     except ImportError as error:

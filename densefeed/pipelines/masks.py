@@ -7,7 +7,7 @@ stored maps instead, and the loss makes the targets of some rows of pixels at a 
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,8 +104,7 @@ class SoftMasks(NamedTuple):
     def blocks(self, count: int) -> Iterator[PixelRows]:
         """Yield the targets of multiples of `count` rows of pixels one after another."""
         (h, w), spec, rules = self.size, self.spec, self.rules
-        # A DataLoader makes a list of the size.
-        most = most_samples(self.batch, spec, (h, w), rules)
+        most = most_samples(self.batch, spec, self.size, rules)
         points = count * w * most**2
         # Rounded up: the overhead of a block, about 60 operations, is that of two stripes.
         blocks = min(-(-VALUES // (points * spec.max_palette)), max(1, POINTS // points))
@@ -217,22 +216,30 @@ def sample_masks(
     if isinstance(masks, Tensor) and masks.ndim != 3:
         raise UserError(f"masks have the shape {tuple(masks.shape)}; give class ids [N, H, W]")
     for mask in masks:
-        whole = isinstance(mask, Tensor) and not (mask.is_floating_point() or mask.is_complex())
-        if not whole or mask.ndim != 2:
-            kind = type(mask).__name__
-            if isinstance(mask, Tensor):
-                kind = f"tensor of {str(mask.dtype).removeprefix('torch.')}, {tuple(mask.shape)}"
-            raise UserError(
-                f"a mask is a {kind}; give class ids as a tensor of integers [N, H, W], or as N "
-                "tensors [H, W]"
-            )
+        check_mask(mask)
     if view.shape not in ((len(masks), 2, 3), (len(masks), 2, 6)):
         raise UserError(
             f"view is {tuple(view.shape)}; for {len(masks)} masks give an affine view "
             f"[{len(masks)}, 2, 3] from the network's input to the image, or collated Views"
         )
     sampled = [sample_mask(mask, one, size, outside) for mask, one in zip(masks, view, strict=True)]
-    return torch.stack(sampled) if sampled else torch.empty(0, *size, dtype=torch.int64)
+    if not sampled:
+        return torch.empty(0, *size, dtype=torch.int64, device=view.device)
+    return torch.stack(sampled)
+
+
+def check_mask(mask: Any) -> None:
+    """Raise UserError unless a mask is a tensor of integers `[H, W]`."""
+    if not isinstance(mask, Tensor):
+        kind = type(mask).__name__
+    elif mask.ndim != 2 or mask.is_floating_point() or mask.is_complex():
+        kind = f"tensor of {str(mask.dtype).removeprefix('torch.')}, {tuple(mask.shape)}"
+    else:
+        return
+    raise UserError(
+        f"a mask is a {kind}; give class ids as a tensor of integers [N, H, W], or as N tensors "
+        "[H, W]"
+    )
 
 
 def sample_mask(mask_HW: Tensor, view: Tensor, size: Shape, outside: int) -> Tensor:

@@ -29,17 +29,9 @@ def split_grid(grid: Grid) -> tuple[int, int]:
 
     UserError unless they are numbers of tokens.
     """
-    sides = (grid, grid) if isinstance(grid, Integral) else grid
-    # A loop of one's own may give anything.
-    if not (
-        isinstance(sides, tuple)
-        and len(sides) == 2
-        and all(isinstance(side, Integral) and side > 0 for side in sides)
-    ):
-        raise UserError(
-            f"grid is {grid!r}; give the number of tokens along a side, or (rows, columns)"
-        )
-    return int(sides[0]), int(sides[1])
+    return split_sides(
+        grid, f"grid is {grid!r}; give the number of tokens along a side, or (rows, columns)"
+    )
 
 
 def split_size(size: int | Sequence[int]) -> Shape:
@@ -47,10 +39,16 @@ def split_size(size: int | Sequence[int]) -> Shape:
 
     UserError unless they are numbers of pixels.
     """
-    sides = tuple(size) if isinstance(size, list | tuple) else (size, size)
-    if len(sides) != 2 or not all(isinstance(side, Integral) and side > 0 for side in sides):
-        raise UserError(f"size is {size!r}; give the pixels of a side, or (height, width)")
-    return int(sides[0]), int(sides[1])
+    return split_sides(size, f"size is {size!r}; give the pixels of a side, or (height, width)")
+
+
+def split_sides(sides: int | Sequence[int], message: str) -> tuple[int, int]:
+    """Return two positive integers, or one twice. UserError with `message` for anything else."""
+    # A loop of one's own may give anything. A DataLoader turns tuples into lists.
+    pair = tuple(sides) if isinstance(sides, list | tuple) else (sides, sides)
+    if len(pair) != 2 or not all(isinstance(side, Integral) and side > 0 for side in pair):
+        raise UserError(message)
+    return int(pair[0]), int(pair[1])
 
 
 def token_grid(shape: Shape, patch: int) -> tuple[int, int]:

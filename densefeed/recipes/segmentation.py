@@ -28,7 +28,7 @@ FINE_TUNE = dict(
     lr_batch=16,
     min_lr=0.0,
     weight_decay=0.01,
-    # 8 devices have 2 images each.
+    # The published batch is 2 images on each of 8 devices.
     sync_batchnorm=True,
     eval_every=16,
 )

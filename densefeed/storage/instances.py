@@ -135,10 +135,10 @@ class CocoInstances:
         self.images = self.masks = [home / path for path in paths]
         self._found = [[] for _ in listed]
         rows = {key: row for row, key in enumerate(listed)}
-        for number, record in enumerate(content["annotations"]):
-            self._add(f"annotations[{number}]", record, rows)
         if not content["annotations"]:
             raise UserError(f"{file} lists no objects; give a file with annotations")
+        for number, record in enumerate(content["annotations"]):
+            self._add(f"annotations[{number}]", record, rows)
 
     def _refuse(self, why: str) -> NoReturn:
         raise UserError(f"{self.file} is damaged ({why}); {REMEDY}")

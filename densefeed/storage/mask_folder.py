@@ -38,8 +38,7 @@ VOC_CLASSES = [
     *("cow", "diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa"),
     *("train", "tvmonitor"),
 ]
-# By depth and color type of a PNG file. Pillow multiplies gray of 2 and 4 bits, so that white is
-# 255.
+# By bit depth and color type in a PNG header: the factor by which Pillow scales gray to 255.
 GRAY_FACTORS = {b"\x02\x00": 85, b"\x04\x00": 17}
 # Masks that are read when a dataset is found.
 CHECKED = 64

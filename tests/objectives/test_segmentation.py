@@ -252,6 +252,7 @@ def test_evaluation_equals_numpy_and_torchmetrics_on_200_scenes(segments, drawn_
             pixels = (np.array(Image.open(drawn_scenes / name)) / 255 - 0.5) / 0.25
             found.append((pixels @ weight.T).argmax(-1))
     assert len(masks) == metrics.images == 200
+    # Logits are float32 there and float64 here: a pixel may differ, up to 1e-5 of a class.
     *want, ious = count_by_numpy(masks, found, 4)
     assert metrics[:3] == pytest.approx(want, abs=1e-5)
     assert objective.evaluation.iou_sync(sums) == pytest.approx(ious, abs=1e-5)

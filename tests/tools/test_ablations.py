@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Rows(dict):
-    """The config of every row, as train.py parses its command line when it is asked for."""
+    """The config of every row, as train.py parses its command line; parsed on first access."""
 
     def __missing__(self, name: str) -> Config:
         with pytest.MonkeyPatch.context() as patch:

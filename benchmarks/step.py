@@ -94,9 +94,10 @@ from densefeed.system.devices import choose_device, synchronize
 from densefeed.system.errors import UserError
 from densefeed.system.malloc import set_malloc, tune_malloc
 from densefeed.system.options import Bounds, with_options
+from densefeed.system.precision import autocast_dtype
 from densefeed.system.progress import steps_bar
 from densefeed.training import compile as compilation
-from densefeed.training.build import autocast_dtype, build_model
+from densefeed.training.build import build_model
 from densefeed.training.captured_update import choose_update
 from densefeed.training.compile import compile_step
 from densefeed.training.config import Config
@@ -584,7 +585,7 @@ def timm_step(
     def step(batch: Batch) -> float:
         number = next(numbers)
         torch.manual_seed(seed(number))
-        with torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None):
+        with torch.autocast(device.type, dtype, enabled=dtype is not None):
             loss = loss_of(network(batch.image), batch.label)
         if scaler is not None:
             scaler(loss, optimizer)

@@ -1,6 +1,5 @@
 """Step: turns a batch into a loss, for train.py and for a training loop of your own."""
 
-import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -24,7 +23,7 @@ from densefeed.pipelines.resident import ResidentMaps
 from densefeed.pipelines.shapes import token_grid
 from densefeed.pipelines.targets import TargetRules, check_batch, sparse_targets
 from densefeed.system.errors import UserError
-from densefeed.system.terminal import print
+from densefeed.system.terminal import warn
 
 # Patch size in pixels for models without `patch_size`: the usual one of a vision transformer.
 PATCH = 16
@@ -122,6 +121,11 @@ class Step:
             raise UserError(
                 "this loader does not augment whole images; give --loader folder or ffcv, or "
                 "--no-augment-before-crop"
+            )
+        if objective.needs_masks and self.augmentation.whole and options["warps_maps"]:
+            raise UserError(
+                "--augment-before-crop with --geometry published warps score maps, but no masks; "
+                "give --geometry aligned"
             )
         self._mixing = Mixing(loader.plan, mix)
         resident = data.maps_on_device and objective.needs_score_maps
@@ -269,11 +273,6 @@ class Step:
             self.check_sync(whole)
             self._is_checked = True
         return whole
-
-
-def warn(text: str) -> None:
-    """Print a warning."""
-    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def read_colors(model: nn.Module) -> tuple[list[float], list[float]]:

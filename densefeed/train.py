@@ -9,7 +9,6 @@
 if not __package__:
     import script_start  # noqa: F401
 
-import sys
 import time
 from collections.abc import Callable
 from contextlib import closing, nullcontext
@@ -22,12 +21,13 @@ from densefeed.system import errors
 from densefeed.system.devices import peak_memory, synchronize, warn_busy
 from densefeed.system.malloc import tune_malloc
 from densefeed.system.provenance import write_json
+from densefeed.system.terminal import print, warn
 from densefeed.training.build import flops_shares
 from densefeed.training.captured_update import choose_update
 from densefeed.training.compile import compile_step
 from densefeed.training.config import Config
 from densefeed.training.dry_run import dry_run
-from densefeed.training.evaluation import evaluate_sync, find_evaluation
+from densefeed.training.evaluation import describe_nonfinite, evaluate_sync, find_evaluation
 from densefeed.training.guards import explain_oom, signal_handler
 from densefeed.training.logs import (
     RunLog,
@@ -210,9 +210,8 @@ def evaluate(run: Run, step: Step, log: RunLog, done: int) -> dict:
         metrics = evaluate_sync(evaluation, model, run.val, normalize, *seen)
         result |= metrics.named(suffix)
         nonfinite[f"{rated}{suffix}"] = metrics.nonfinite
-        if run.ranks.is_first and (fault := metrics.describe_nonfinite()):
-            warning = f"warning: {rated}{suffix} after step {done:,}: {fault}"
-            print(warning, file=sys.stderr, flush=True)
+        if run.ranks.is_first and (fault := describe_nonfinite(metrics)):
+            warn(f"{rated}{suffix} after step {done:,}: {fault}")
     count = run.val.plan.num_samples
     result |= {"images": metrics.images, "unreadable": count - metrics.images}
     log.write("val", done, done / len(run.loader), result)

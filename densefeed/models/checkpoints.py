@@ -11,7 +11,6 @@ import inspect
 import math
 import os
 import re
-import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,7 +42,7 @@ from densefeed.system.errors import UserError, explain_os_error, first_line, is_
 from densefeed.system.file_kinds import name_kind
 from densefeed.system.files import open_regular
 from densefeed.system.json_files import is_number, read_json
-from densefeed.system.terminal import escape_controls, print
+from densefeed.system.terminal import escape_controls, print, warn
 
 # Bytes of a checkpoint's pickle. With 10,000 tensors and 20,000 class names it has 2 MB.
 MAX_PICKLE = 2**24
@@ -223,7 +222,7 @@ def verify(file: BinaryIO, path: Path) -> None:
 def warn_unreadable(manifest: Path) -> None:
     """Warn once that a manifest cannot be read."""
     warning = "cannot be read, so no SHA-256 of its checkpoints is compared"
-    print(f"warning: {manifest} {warning}", file=sys.stderr, flush=True)
+    warn(f"{manifest} {warning}")
 
 
 def select_weights(checkpoint: dict, path: Path) -> dict[str, Tensor]:
@@ -623,12 +622,10 @@ def match_heads(
     if names and unnamed not in (names, class_names):
         return weights, True, ""
     if names and get_heads(weights, model):
-        print(
-            f"warning: the classes of the head ({list_some(names)}) have other names than those of "
+        warn(
+            f"the classes of the head ({list_some(names)}) have other names than those of "
             f"the data ({list_some(class_names)}) and are matched by their order; if they are "
-            "other classes, the head begins with weights that mean nothing here",
-            file=sys.stderr,
-            flush=True,
+            "other classes, the head begins with weights that mean nothing here"
         )
     return weights, False, "classes of its head matched with those of the data by their order"
 

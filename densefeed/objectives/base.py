@@ -310,6 +310,6 @@ def step_loss(
         share = step.mix.blend if options.mixtoken else share_map(step.mix, tuple(image.shape[2:]))
         image = mix_images(image, share)
     # Only the network is under autocast: losses need more than 16 bits.
-    with torch.autocast(image.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
+    with torch.autocast(image.device.type, dtype, enabled=dtype is not None):
         output = objective.forward(network, image, batch, step)
     return measure(objective, output, batch, step)

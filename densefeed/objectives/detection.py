@@ -50,12 +50,6 @@ class BoxMetrics(NamedTuple):
     images: int
     nonfinite: int = 0  # of these, images whose outputs are not finite; nothing is found in them
 
-    def describe_nonfinite(self) -> str:
-        """Say how many images have outputs that are not finite; "" if none has."""
-        if not self.nonfinite:
-            return ""
-        return f"the outputs of {self.nonfinite:,} of {self.images:,} images are not finite"
-
     def named(self, suffix: str) -> dict[str, float]:
         """Return the precisions, with a suffix to their names."""
         return {f"{name}{suffix}": getattr(self, name) for name in self._fields[: 2 * SHOWN]}
@@ -199,7 +193,7 @@ class BoxEvaluation(Evaluation):
             if read_one is None:
                 continue
             image, (H, W), objects = read_one
-            with torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None):
+            with torch.autocast(device.type, dtype, enabled=dtype is not None):
                 (output,) = model(normalize(image.to(device)[None]))
             fine = sound and bool(output.pop("finite"))
             nonfinite += not fine

@@ -74,12 +74,6 @@ class MaskMetrics(NamedTuple):
     images: int  # number of these images, those without a mask included
     nonfinite: int = 0  # of these, images whose outputs are not finite; their pixels are wrong
 
-    def describe_nonfinite(self) -> str:
-        """Say how many images have outputs that are not finite; "" if none has."""
-        if not self.nonfinite:
-            return ""
-        return f"the outputs of {self.nonfinite:,} of {self.images:,} images are not finite"
-
     def named(self, suffix: str) -> dict[str, float]:
         """Return the means, with a suffix to their names."""
         return {f"{name}{suffix}": getattr(self, name) for name in ("miou", "macc", "pixels")}
@@ -221,7 +215,7 @@ class MaskEvaluation(Evaluation):
             if not images:
                 continue
             mask, images = mask.to(device), [image.to(device) for image in images]
-            with torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None):
+            with torch.autocast(device.type, dtype, enabled=dtype is not None):
                 sizes = side, len(plan.rows), tuple(mask.shape)
                 probability = sum_scales(model, images, normalize, *sizes)
             finite = probability.isfinite().all()

@@ -29,7 +29,8 @@ class ScoreMapSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the map fields of a sample in a batch."""
+        """Bytes of one image's map: logits and classes, logsumexps, Window."""
+        # Per cell two bytes for each logit, class and logsumexp; a Window is four float32.
         return self.side**2 * (4 * self.top_k + 2) + 16
 
     @property

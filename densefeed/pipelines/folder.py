@@ -21,7 +21,7 @@ from densefeed.pipelines.loader import Encoded, Source
 # Importing it registers its kinds of datasets.
 from densefeed.storage import instances  # noqa: F401
 from densefeed.storage.dataset_items import DatasetItems
-from densefeed.storage.images import WHOLE, Images, SplitOptions, decode, sample_evenly
+from densefeed.storage.images import UNDIVIDED, Images, SplitOptions, decode, sample_evenly
 from densefeed.storage.score_maps import ScoreMaps, ScoreMapStore
 from densefeed.storage.selection import find_rows
 from densefeed.system.errors import UserError, explain_os_error
@@ -84,7 +84,7 @@ class FolderSource(StoreMaps):
         maps: str | Path | None = None,
         threads: int = 1,
         dataset: str | DatasetItems = "",
-        division: SplitOptions = WHOLE,
+        division: SplitOptions = UNDIVIDED,
         whole: Images | None = None,
     ) -> None:
         self.images = Images(Path(root), dataset, split, division, whole)
@@ -207,10 +207,7 @@ def read_parts(parts: native.Parts, spec: ScoreMapSpec) -> tuple[ScoreMaps, np.n
 
 def check_row(store: ScoreMapStore, row: int) -> None:
     """Raise UserError with the reason why a row of a store cannot be used, if there is one."""
-    ids = np.array([row])
-    for fault, bad in store.impossible(ids, store.rows(ids)).items():
-        if bad.any():
-            raise store.invalid_map(row, fault)
+    store.checked_rows(np.array([row]))
 
 
 def locate_rows(store: ScoreMapStore, ids: np.ndarray) -> native.Parts:

@@ -28,7 +28,7 @@ from densefeed.storage.dataset_items import DatasetItems
 from densefeed.storage.datasets import choose_validation_split
 from densefeed.storage.fetch import make_local
 from densefeed.storage.geometry import LEAST_CROP
-from densefeed.storage.images import WHOLE, DecodeOptions, Images, SplitOptions, limit_pixels
+from densefeed.storage.images import UNDIVIDED, DecodeOptions, Images, SplitOptions, limit_pixels
 from densefeed.system.devices import ThreadOptions, free_memory
 from densefeed.system.errors import UserError
 from densefeed.system.files import cache_folder
@@ -201,7 +201,7 @@ def open_folder(
     maps: Path | None,
     threads: int,
     dataset: str | DatasetItems = "",
-    division: SplitOptions = WHOLE,
+    division: SplitOptions = UNDIVIDED,
     whole: Images | None = None,
 ) -> FolderSource:
     """Open a folder of images; `whole` are those to divide, if listed. UserError for a file."""
@@ -226,7 +226,7 @@ def open_beton(
     maps: Path | None,
     threads: int,
     dataset: str = "",
-    division: SplitOptions = WHOLE,
+    division: SplitOptions = UNDIVIDED,
 ) -> FfcvSource:
     """Open .beton files. UserError for a folder, a dataset's name and a division."""
     if path.is_dir():

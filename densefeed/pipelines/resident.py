@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from densefeed.pipelines.batch import Batch, ScoreMapSpec, allocate_maps
+from densefeed.pipelines.batch import Batch, allocate_maps
 from densefeed.pipelines.loader import Source
 from densefeed.storage.score_maps import ScoreMaps
 from densefeed.system.devices import free_memory
@@ -34,7 +34,7 @@ class ResidentMaps:
 
     def __init__(self, source: Source, device: torch.device) -> None:
         spec, count = source.score_maps, len(source.labels)
-        needed, free = count * map_bytes(spec), free_memory(device)
+        needed, free = count * spec.nbytes, free_memory(device)
         if needed > SPARE * free:
             raise UserError(
                 f"the score maps of {count:,} images take {needed / 1e9:.2f} GB on {device}, "
@@ -58,9 +58,3 @@ class ResidentMaps:
         """Add the map fields to a batch, selected by its `index`, without a host sync."""
         maps = ScoreMaps(*(whole.index_select(0, batch.index) for whole in self._fields))
         return batch.add_maps(maps._replace(cls=maps.cls.view(torch.uint16)))
-
-
-def map_bytes(spec: ScoreMapSpec) -> int:
-    """Return the bytes of one image's map: logits and classes, logsumexps, Window."""
-    # Per cell two bytes for each logit, class and logsumexp; a Window is four float32.
-    return spec.side**2 * (4 * spec.top_k + 2) + 16

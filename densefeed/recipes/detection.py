@@ -2,7 +2,7 @@
 
 import tyro
 
-from densefeed.recipes.photos import STUDENT
+from densefeed.recipes.photos import DENSE
 from densefeed.recipes.quickstart import STUDENT as MICRO
 from densefeed.recipes.recipe import COCO, SCENE_FOLDERS, table
 from densefeed.system.options import with_options
@@ -11,7 +11,7 @@ from densefeed.training.config import Config
 # No mixing of images, whose objects would not follow.
 DETECT = dict(objective="detect", model="mask_rcnn", mixtoken=False, smoothing=0.0, ema=0.0)
 PHOTOS = dict(
-    **STUDENT | dict(crop_scale=(0.25, 1.0), epochs=3, batch=12, lr_batch=12),
+    **DENSE,
     **DETECT,
     dataset="instances",
     # With 512 regions an image a step took 1.5 s of a CPU core, with 64 0.5.
@@ -21,13 +21,6 @@ PHOTOS = dict(
         "samples=64",
         *MICRO["model_kwargs"],
     ),
-    optimizer="adamuon",
-    lr=6e-3,
-    min_lr=1e-5,
-    weight_decay=0.01,
-    warmup_epochs=0.3,
-    eval_every=10,
-    drop_path=0.0,
 )
 # Swin's common schedule 1x, of 7,330 steps an epoch. Its images are whole, with shorter sides of
 # 480 to 800 pixels; here crops of half the image or more, shown smaller by up to 0.6.

@@ -163,10 +163,16 @@ def train_model(
 
 def read_top1(folder: Path) -> float:
     """Return the top-1 of a finished run, 0 to 1. Raises UserError if its result is damaged."""
-    path, remedy = folder / "result.json", f"remove it, and {AGAIN}"
-    top1 = read_json(path, remedy).get("top1")
-    check_number(path, "top1", top1, 1, remedy)
-    return top1
+    return read_numbers(folder / "result.json", "top1")["top1"]
+
+
+def read_numbers(path: Path, *keys: str) -> dict[str, float]:
+    """Return the numbers of a JSON file; UserError if it is damaged. Shares are 0 to 1."""
+    remedy = f"remove it, and {AGAIN}"
+    found = read_json(path, remedy)
+    for key in keys:
+        check_number(path, key, found.get(key), 1 if key == "top1" else float("inf"), remedy)
+    return found
 
 
 def format_spread(values: list[float]) -> str:

@@ -2,7 +2,7 @@
 
 import tyro
 
-from densefeed.recipes.photos import STUDENT
+from densefeed.recipes.photos import DENSE
 from densefeed.recipes.quickstart import STUDENT as MICRO
 from densefeed.recipes.recipe import ADE20K, SCENE_FOLDERS, table
 from densefeed.system.options import with_options
@@ -44,7 +44,7 @@ LVVIT_S, LVVIT_M, LVVIT_L = (
     for name, width in (("s", 256), ("m", 256), ("l", 512))
 )
 PHOTOS = dict(
-    **STUDENT | dict(crop_scale=(0.25, 1.0), epochs=3, batch=12, lr_batch=12),
+    **DENSE,
     **MASKS,
     model="upernet",
     model_kwargs=(
@@ -53,14 +53,6 @@ PHOTOS = dict(
         "auxiliary=0",
         *MICRO["model_kwargs"],
     ),
-    # With AdamW, 1e-3 and 16 images all pixels were background after 300 steps.
-    optimizer="adamuon",
-    lr=6e-3,
-    min_lr=1e-5,
-    weight_decay=0.01,
-    warmup_epochs=0.3,
-    eval_every=10,
-    drop_path=0.0,
 )
 
 ON_SCENES = """UperNet on students of photo scenes, true masks of 61 classes: minutes on a CPU.

@@ -84,7 +84,7 @@ LOGITS_FIRST = "the fault of the logits must be fixed first"
 OVER = "probabilities that sum to more than 1"
 # Greatest sum of the probabilities of a cell, each rounded to float16, and perhaps their logarithms
 # too.
-WHOLE = 1.02
+MOST_SUM = 1.02
 NO_REFERENCE = (
     "this check needs a reference model, and none was given: the label of an image is the same "
     "however its map is oriented"
@@ -357,8 +357,8 @@ def share_sums(logit_NSSk: np.ndarray, num_classes: int) -> np.ndarray:
     are allowed for. Float64 `[N, 3]`.
     """
     sums = logit_NSSk.sum(-1)
-    thin = sums < logit_NSSk.shape[-1] / num_classes / WHOLE
-    kinds = (sums > WHOLE, (sums >= 1 / WHOLE) & (sums <= WHOLE), thin)
+    thin = sums < logit_NSSk.shape[-1] / num_classes / MOST_SUM
+    kinds = (sums > MOST_SUM, (sums >= 1 / MOST_SUM) & (sums <= MOST_SUM), thin)
     return np.stack([kind.mean((1, 2)) for kind in kinds], 1)
 
 
@@ -449,8 +449,8 @@ def check_logits(store: ScoreMapStore, scan: RowScan) -> Outcome:
     max_sum, max_exp_sum = scan.sums[judged].max(0)
     shares = scan.shares[judged].mean(0)
     span = f"the logits range from {low:.3g} to {high:.3g}"
-    if low >= 0 and high <= WHOLE and are_probabilities(high, shares, header.top_k):
-        part = "all" if max_sum <= WHOLE else f"{100 * (1 - shares[0]):.4g} % of the"
+    if low >= 0 and high <= MOST_SUM and are_probabilities(high, shares, header.top_k):
+        part = "all" if max_sum <= MOST_SUM else f"{100 * (1 - shares[0]):.4g} % of the"
         return (
             "fault",
             f"{span}, and in {part} cells they sum to no more than 1 (greatest sum {max_sum:.3g}): "
@@ -458,7 +458,7 @@ def check_logits(store: ScoreMapStore, scan: RowScan) -> Outcome:
             "Store the logarithms of these numbers, or label or import again from raw logits.",
         )
     zero_logit = header.absent == "zero-logit" and header.num_classes > header.top_k
-    if zero_logit and high <= 0 and max_exp_sum <= WHOLE:
+    if zero_logit and high <= 0 and max_exp_sum <= MOST_SUM:
         return (
             "fault",
             f"{span}, and the exponentials of a cell sum to at most {max_exp_sum:.3g}: these are "
@@ -884,9 +884,12 @@ def measure_accuracy(store: ScoreMapStore, batch: int = 1024) -> float:
 def print_accuracy(store: ScoreMapStore, caveat: str = "") -> None:
     """Print the accuracy of stored maps and what such maps were worth in trainings.
 
+    Nothing is printed of images without labels, which a dataset of masks stores as class 0.
     `caveat` is a line about this accuracy; it stands between the two.
     The figures are those of docs/results/quickstart.md and docs/results/photographs.md.
     """
+    if store.header.num_classes > 1 and not store.labels.any():
+        return
     accuracy = measure_accuracy(store)
     # The audit's is that of the highest mean probability.
     mean = "probability" if store.header.absent == "background" else "logit"

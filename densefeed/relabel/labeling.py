@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from densefeed.relabel.rendering import PillowRender, Render
-from densefeed.relabel.scoring import Precision, Scored, Scorer, choose_precision, find_batch_size
+from densefeed.relabel.scoring import Scored, Scorer, find_batch_size
 from densefeed.relabel.teacher import Teacher, explain_failures, weights_hash
 from densefeed.storage.dataset_names import MOST_CLASSES
 from densefeed.storage.images import Images
@@ -27,6 +27,7 @@ from densefeed.storage.score_maps import ScoreMapWriter, StoreHeader
 from densefeed.storage.store_file import MOST
 from densefeed.system.errors import UserError
 from densefeed.system.options import Bounds
+from densefeed.system.precision import Precision, choose_precision
 from densefeed.system.terminal import escape_controls
 
 # Batches being rendered while one is scored, and batches on the device or being written.
@@ -92,6 +93,8 @@ def begin_pass(
     """
     Bounds(1, MOST["input_size"]).check("input_size", teacher.input_size)
     device, shape = teacher.mean.device, teacher.shape
+    if precision == "fp16" and device.type == "cpu":
+        raise UserError("--precision fp16 needs a GPU; choose bf16 or fp32 on a CPU")
     scorer = Scorer(teacher, device, choose_precision(precision, device), compiled)
     side, num_classes = score_blank(scorer, name, shape)
     if teacher.unmapped:

@@ -4,7 +4,7 @@ Pixels in, logits per cell out. Segmentation networks, which give a map of logit
 taken as they are.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -268,11 +268,23 @@ def average_cells(logits_NSSK: Tensor, side: int) -> Tensor:
     """
     if logits_NSSK.shape[1] == side:
         return logits_NSSK
+    return resize_logits(logits_NSSK, lambda part: F.adaptive_avg_pool2d(part, side))
+
+
+def interpolate_cells(logits_NSSK: Tensor, side: int) -> Tensor:
+    """Interpolate a map of logits to `side` cells a side: its probabilities and its logsumexp."""
+    if logits_NSSK.shape[1] == side:
+        return logits_NSSK
+    return resize_logits(
+        logits_NSSK, lambda part: F.interpolate(part, (side, side), mode="bilinear")
+    )
+
+
+def resize_logits(logits_NSSK: Tensor, resize: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply `resize`, from `[N, C, S, S]` to `[N, C, s, s]`, to probabilities and logsumexp."""
     logits_NKSS = logits_NSSK.permute(0, 3, 1, 2)
     logsumexp = logits_NKSS.logsumexp(1, keepdim=True)
-    probability, logsumexp = (
-        F.adaptive_avg_pool2d(part, side) for part in ((logits_NKSS - logsumexp).exp(), logsumexp)
-    )
+    probability, logsumexp = map(resize, ((logits_NKSS - logsumexp).exp(), logsumexp))
     # A probability that float32 rounds to 0 would become a logit of minus infinity.
     probability = probability.clamp(min=torch.finfo(probability.dtype).tiny)
     return (probability.log() + logsumexp).permute(0, 2, 3, 1)

@@ -69,7 +69,7 @@ def run_on_ray(
     resources = ray.cluster_resources()
     gpus = int(resources.get("GPU", 0) / gpus_each)
     # Without GPUs a worker has a machine for itself.
-    workers = workers or gpus or len(ray.nodes())
+    workers = workers or gpus or sum(node["Alive"] for node in ray.nodes())
     needs = {"num_gpus": gpus_each} if gpus else {"num_cpus": labeling.threads}
     task = ray.remote(label_on_ray).options(max_retries=RESTARTS, **needs)
     tasks = [task.remote(labeling, label, os.getcwd(), gpus_each) for _ in range(workers)]

@@ -21,7 +21,7 @@ from densefeed.relabel.load_teacher import (
 )
 from densefeed.relabel.ray_workers import Engine, run_on_ray
 from densefeed.relabel.rendering import NativeRender
-from densefeed.relabel.scoring import Compile, Precision, choose_compile
+from densefeed.relabel.scoring import Compile, choose_compile
 from densefeed.relabel.workers import ALL, Share, label
 from densefeed.storage.beton_images import open_images
 from densefeed.storage.dataset_items import DatasetItems
@@ -45,6 +45,7 @@ from densefeed.system.options import (
     Texts,
     own_first,
 )
+from densefeed.system.precision import Precision
 from densefeed.system.terminal import print
 
 
@@ -159,8 +160,8 @@ def run_labeling(
         if labeling.shard:
             print(f"--dry-run does not read --shard {labeling.shard}: this is the whole pass")
         return None
-    # With Ray only the workers open the images.
-    has_labels = labeling.dataset != "masks"
+    # With Ray only the workers open the images, and know whether labels are those of images.
+    has_labels = True
     if labeling.engine == "ray":
         # Workers take the options without those of the engine.
         options = replace(labeling, engine="none", num_workers=0, gpus_per_worker=1.0)

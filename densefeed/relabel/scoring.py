@@ -15,12 +15,11 @@ from densefeed.relabel.frozen_weights import freeze_weights
 from densefeed.storage.row_codecs import ScoreMaps
 from densefeed.system.devices import has_triton, tag_compiled_code
 from densefeed.system.errors import UserError
+from densefeed.system.precision import DTYPES
 
 # N images   L pictures of each   S cells along a side of a map   K classes   k of them kept
 
-Precision = Literal["auto", "bf16", "fp16", "fp32"]
 Compile = Literal["auto", "never", "whole"]
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CPU_BATCH = 32
 # On a GPU. Larger batches do no more work for each weight that is read.
 MAX_BATCH = 256
@@ -28,20 +27,6 @@ MAX_BATCH = 256
 MOST_LOGIT = torch.finfo(torch.float16).max
 # Share of the device's memory. The allocator's rounding and the next library need the rest.
 MAX_MEMORY = 0.9
-
-
-def choose_precision(precision: Precision, device: torch.device) -> str:
-    """Resolve `auto`: bf16 on CUDA devices that compute it, else fp32.
-
-    Raises UserError for fp16 on a CPU.
-    """
-    if precision == "fp16" and device.type == "cpu":
-        raise UserError("--precision fp16 needs a GPU; choose bf16 or fp32 on a CPU")
-    if precision != "auto":
-        return precision
-    # Devices below capability 8.0 emulate bf16, which is slower than fp32.
-    bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    return "bf16" if bf16 else "fp32"
 
 
 def choose_compile(mode: Compile, device: torch.device) -> bool:

@@ -14,10 +14,9 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from densefeed.relabel.class_map import ClassMap
-from densefeed.relabel.network import Network
+from densefeed.relabel.network import Network, interpolate_cells
 from densefeed.relabel.rendering import render
 from densefeed.storage.geometry import TLBR, Geometry, TeacherView, crop_in_pixels, teacher_window
 from densefeed.system.errors import UserError, first_line, is_out_of_memory
@@ -211,7 +210,7 @@ class Teacher(nn.Module):
             )
         mean = MapMean()
         for logits in maps:
-            mean.add(resample(logits, self.cells))
+            mean.add(interpolate_cells(logits, self.cells))
         return mean.logits()
 
     def _stitch(self, maps: list[Tensor]) -> Tensor:
@@ -268,21 +267,6 @@ class MapMean:
     def logits(self) -> Tensor:
         """Return the mean, float32 `[N, s, s, K]`."""
         return self.log_probability - self.count.log() + self.logsumexp / self.count
-
-
-def resample(logits_NssK: Tensor, side: int) -> Tensor:
-    """Resample a map of logits to `side` cells a side.
-
-    Its probabilities and its logsumexp are interpolated bilinearly.
-    """
-    if logits_NssK.shape[1] == side:
-        return logits_NssK
-    logsumexp = logits_NssK.logsumexp(-1, keepdim=True)
-    parts = torch.cat([(logits_NssK - logsumexp).exp(), logsumexp], -1).permute(0, 3, 1, 2)
-    parts = F.interpolate(parts, (side, side), mode="bilinear", align_corners=False)
-    parts = parts.permute(0, 2, 3, 1)
-    # A probability that float32 rounds to 0 would become a logit of minus infinity.
-    return parts[..., :-1].clamp(min=torch.finfo(parts.dtype).tiny).log() + parts[..., -1:]
 
 
 # Words of PyTorch's and timm's errors that the size of an input causes. Those of a convolution with

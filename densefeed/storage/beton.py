@@ -523,10 +523,6 @@ class Beton:
         """Return the ndarray field of this name: its dtype and shape."""
         return self.fields[self._number(name)]
 
-    def array_offsets(self, name: str, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return file descriptors (int32) and offsets (int64) of an ndarray field, `[N]` each."""
-        return self.open_files(ids), self.offsets(name)[ids]
-
     def offsets(self, name: str) -> np.ndarray:
         """Return the offsets of an ndarray field of all samples in their files, int64."""
         return self._offsets[self._number(name)]

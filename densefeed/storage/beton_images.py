@@ -12,7 +12,7 @@ from densefeed.storage.beton import JPEG, Beton, is_beton, name_classes, open_ma
 from densefeed.storage.dataset_items import DatasetItems
 from densefeed.storage.images import (
     SIZED_FILES,
-    WHOLE,
+    UNDIVIDED,
     FileSizes,
     Images,
     SplitOptions,
@@ -30,7 +30,7 @@ def open_images(
     root: Path | ObjectURL | None,
     dataset: str | DatasetItems,
     split: str,
-    division: SplitOptions = WHOLE,
+    division: SplitOptions = UNDIVIDED,
 ) -> Images:
     """Open .beton files, the dataset of a factory or of timm, or Images with these arguments.
 

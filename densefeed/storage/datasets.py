@@ -68,7 +68,7 @@ from densefeed.system.errors import UserError, explain_os_error, first_line
 from densefeed.system.factories import is_factory
 from densefeed.system.files import find_path_fault, is_folder, open_regular, read_lines
 from densefeed.system.object_url import ObjectURL, check_local
-from densefeed.system.terminal import print
+from densefeed.system.terminal import print, warn
 
 if TYPE_CHECKING:
     from timm.data.readers.reader import Reader
@@ -247,7 +247,7 @@ def describe_classes(root: Path | ObjectURL, found: Found) -> None:
             f"{list_some(unused)}"
         )
     if pair := describe_lookalikes(names):
-        print(f"warning: {root} has classes whose names look equal: {pair}")
+        warn(f"{root} has classes whose names look equal: {pair}")
 
 
 def read_folder(root: Path, split: str) -> Listed:
@@ -304,7 +304,7 @@ def walk(home: Path) -> Iterator[tuple[str, list[str]]]:
         folders = set(below)
         yield folder, [entry.name for entry in entries if entry.name not in folders]
     if unread:
-        print(f"warning: {len(unread):,} folders were left out: {explain_os_error(unread[0])}")
+        warn(f"{len(unread):,} folders were left out: {explain_os_error(unread[0])}")
 
 
 def read_timm(root: Path, dataset: str, split: str) -> TimmDataset:
@@ -319,8 +319,12 @@ def read_timm(root: Path, dataset: str, split: str) -> TimmDataset:
         raise UserError(
             f"--dataset {dataset} needs a missing package ({error}); pip install datasets"
         ) from error
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--dataset {dataset} cannot be read ({error}); check the name") from error
+    # Hugging Face and timm have errors of many types, as ValueError for a split that is not there.
+    except Exception as error:
+        problem = f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
+        raise UserError(
+            f"--dataset {dataset} cannot be read ({problem}); check the name, and --split {split}"
+        ) from error
     where = f"--dataset {dataset}, row"
     given = [check_label(reader[i][1], f"{where} {i}") for i in range(len(paths))]
     names = getattr(reader, "class_to_idx", None)
@@ -411,10 +415,7 @@ def read_domainnet(root: Path, name: str, split: str) -> Listed:
     found = read_list(root, lists[split], DOMAIN_CLASSES)
     published = dict(zip(lists, DOMAINS[name], strict=True))[split]
     if len(found.paths) != published:
-        print(
-            f"warning: {lists[split]} has {len(found.paths):,} images, but {published:,} were "
-            "published"
-        )
+        warn(f"{lists[split]} has {len(found.paths):,} images, but {published:,} were published")
     return found
 
 
@@ -622,8 +623,8 @@ def check_paths(root: Path, file: Path, entries: Sequence[Entry]) -> None:
             missing.append(entry)
     if missing:
         first = missing[0]
-        print(
-            f"warning: {file} names {len(missing):,} images that are not below {root}, "
+        warn(
+            f"{file} names {len(missing):,} images that are not below {root}, "
             f"the first in line {first.line}: {first.path}"
         )
 

@@ -21,13 +21,13 @@ from densefeed.storage.store_folder import (
     SHARD_FILE,
     Manifest,
     StoredShard,
-    hash_file,
     parse_manifest,
     read_manifest,
 )
 from densefeed.system.errors import UserError
 from densefeed.system.files import (
     cache_folder,
+    hash_file,
     is_irregular,
     is_own,
     lock,

@@ -4,7 +4,6 @@ import io
 import logging
 import math
 import struct
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +27,7 @@ from densefeed.system.object_url import ObjectURL
 from densefeed.system.options import Bounds, Count, Options
 from densefeed.system.prefetch import ordered_map
 from densefeed.system.progress import bar
-from densefeed.system.terminal import print
+from densefeed.system.terminal import print, warn
 
 # Files whose byte size enters the fingerprint. A stat of every file of a network disk takes
 # minutes.
@@ -77,7 +76,7 @@ class SplitOptions(Options):
         return {} if self.val_fraction else {"val_seed": "--val-fraction"}
 
 
-WHOLE = SplitOptions()
+UNDIVIDED = SplitOptions()
 max_pixels = native.MAX_PIXELS
 # Pillow warns above half of its limit. Here an image is either read or refused.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
@@ -194,7 +193,7 @@ class Images:
         root: Path | ObjectURL,
         dataset: Any = "",
         split: str = "train",
-        division: SplitOptions = WHOLE,
+        division: SplitOptions = UNDIVIDED,
         whole: "Images | None" = None,
     ) -> None:
         self.root = root if isinstance(root, ObjectURL) else Path(root)
@@ -261,11 +260,9 @@ class Images:
                 f"into the split {self._split}"
             )
         elif self._split != default and not self._reads_split:
-            print(
-                f"warning: --split {self._split} is not read, because {self.root} holds no splits; "
-                "all of its images are taken",
-                file=sys.stderr,
-                flush=True,
+            warn(
+                f"--split {self._split} is not read, because {self.root} holds no splits; "
+                "all of its images are taken"
             )
 
     def blocks(self) -> Blocks | None:

@@ -179,16 +179,13 @@ def encode_chunks(store: ScoreMapStore, form: Form, known: Arrays) -> Chunks:
     header, error = store.header, ErrorSum(store.header.num_classes, store.header.absent)
     for first in bar(range(0, len(store), CHUNK), f"{form}, chunks"):
         ids = np.arange(first, min(first + CHUNK, len(store)))
-        maps = store.rows(ids)
-        wrong = store.impossible(ids, maps)
+        maps = store.checked_rows(ids)
         # Readers compute the lengths of packed rows from the palette sizes: a wrong one would move
         # all rows after it.
-        wrong["another number of classes than its palette size"] = (
-            palette_sizes(maps.cls) != store.palette[ids]
-        )
-        for fault, bad in wrong.items():
-            if bad.any():
-                raise store.invalid_map(int(ids[bad.argmax()]), fault)
+        other = palette_sizes(maps.cls) != store.palette[ids]
+        if other.any():
+            fault = "another number of classes than its palette size"
+            raise store.invalid_map(int(ids[other.argmax()]), fault)
         if form == "raw":
             for name, part in maps._asdict().items():
                 yield name, first, part.tobytes()

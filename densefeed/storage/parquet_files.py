@@ -154,7 +154,7 @@ class ParquetImages:
     """The N images of Parquet files, in the order of the files and rows.
 
     Args:
-        paths: of each image; `rows_named` if they name the row of a file.
+        paths: of each image.
         labels: int64 `[N]`.
         files: opened, of the same columns.
         column: the column of encoded images.

@@ -286,6 +286,14 @@ class ScoreMapStore:
                     if row_crcs([part[n : n + 1] for part in stored])[0] == self.crcs[ids[n]]:
                         raise self.invalid_map(ids[n], fault)
 
+    def checked_rows(self, ids: np.ndarray) -> ScoreMaps:
+        """Return the maps of rows; UserError for the first damaged or impossible one."""
+        maps = self.rows(ids)
+        for fault, bad in self.impossible(ids, maps).items():
+            if bad.any():
+                raise self.invalid_map(int(ids[bad.argmax()]), fault)
+        return maps
+
     def invalid_map(self, row: int, fault: str) -> UserError:
         """Return the error for a row whose map holds values that no teacher can produce."""
         return UserError(

@@ -5,7 +5,6 @@ them, or the same files in another order.
 """
 
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +21,7 @@ from densefeed.system.errors import UserError
 from densefeed.system.object_folder import ObjectFolder
 from densefeed.system.object_url import ObjectURL
 from densefeed.system.options import Location
-from densefeed.system.terminal import print
+from densefeed.system.terminal import print, warn
 
 
 def remove_ending(path: str) -> str:
@@ -109,11 +108,9 @@ def select(store: ScoreMapStore, images: Images, out: Path) -> ScoreMapStore:
             f"label {store.labels[rows[n]]}: the classes are others; label {images.root}"
         )
     if not compare_sizes(store, images, rows):
-        print(
-            f"warning: {store.path} does not tell whether {images.root} holds other images of the "
-            "same names and labels; compare them with densefeed audit",
-            file=sys.stderr,
-            flush=True,
+        warn(
+            f"{store.path} does not tell whether {images.root} holds other images of the "
+            "same names and labels; compare them with densefeed audit"
         )
     header = replace(
         header, fingerprint=images.fingerprint(), class_names=tuple(images.class_names)

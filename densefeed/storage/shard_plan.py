@@ -33,19 +33,12 @@ import numpy as np
 from densefeed.storage.images import FileSizes, Images
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.storage.store_file import StoreFile, StoreHeader
-from densefeed.storage.store_folder import (
-    MANIFEST,
-    SIZED_FILES,
-    Manifest,
-    StoredShard,
-    hash_file,
-    is_shard,
-)
+from densefeed.storage.store_folder import MANIFEST, SIZED_FILES, Manifest, StoredShard, is_shard
 from densefeed.system.errors import UserError
-from densefeed.system.files import check_own_folder, scratch_folder
+from densefeed.system.files import check_own_folder, hash_file, scratch_folder
 from densefeed.system.json_files import parse_json
 from densefeed.system.leases import FOLDER as LEASES
-from densefeed.system.leases import LEASE_SECONDS, list_holders
+from densefeed.system.leases import list_holders
 from densefeed.system.object_folder import TEMPORARY as PARTS
 from densefeed.system.object_folder import ObjectFolder, Objects, open_objects
 from densefeed.system.object_url import ObjectURL
@@ -429,7 +422,7 @@ def complete(objects: Objects, plan: Plan) -> ScoreMapStore | None:
 # ------------------------------------------------------------------------------------------ status
 
 
-def measure_status(out: Path | ObjectURL, seconds: float = LEASE_SECONDS) -> Status:
+def measure_status(out: Path | ObjectURL) -> Status:
     """Count what all workers have done and do now, from the files of the store alone."""
     objects = open_objects(shards_folder(out) if is_file_name(out) else out)
     shards, there = read_plan(objects).shards, objects.list(SHARDS)
@@ -437,7 +430,7 @@ def measure_status(out: Path | ObjectURL, seconds: float = LEASE_SECONDS) -> Sta
     files = {name.partition("-")[0] for name in there if name.endswith(".h5")}
     left = {name for name in shards if f"{name}.json" not in there or name not in files}
     done = [rows for name, rows in shards.items() if name not in left]
-    beats = list_holders(objects, left, seconds)
+    beats = list_holders(objects, left)
     # A lease may be damaged.
     images = min(sum(done) + sum(beat.done for beat in beats), sum(shards.values()))
     rate = sum(beat.rate for beat in beats)

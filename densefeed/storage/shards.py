@@ -32,6 +32,7 @@ from densefeed.storage.store_file import StoreFile, StoreHeader
 from densefeed.storage.store_folder import Manifest, StoredShard, check_local_rows, find_fault
 from densefeed.system.errors import UserError
 from densefeed.system.files import (
+    NO_HARD_LINKS,
     check_absent,
     create_folder,
     lock,
@@ -47,7 +48,7 @@ from densefeed.system.terminal import print
 # Rows copied at once: 7 MB at S = 18, k = 5.
 CHUNK = 1024
 # Errors of a link to another disk, or on a file system without links.
-NO_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
+NO_LINK = (errno.EXDEV, errno.EMLINK, *NO_HARD_LINKS)
 
 
 def absorb(writer: ScoreMapWriter, header: StoreHeader, path: Path) -> None:

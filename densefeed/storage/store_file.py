@@ -35,7 +35,7 @@ MOST = {"side": 1024, "top_k": MOST_CLASSES, "num_classes": MOST_CLASSES, "input
 # Most entries of a map: 1 MB of logits and classes. A published map has 1,620.
 MOST_ENTRIES = 2**18
 # Longest path of an image, bytes: PATH_MAX of Linux.
-MOST_PATH = 4096
+PATH_WIDTH = 4096
 # Bytes of a dataset that are read at once.
 BLOCK_BYTES = 2**24
 
@@ -342,7 +342,7 @@ def check_schema(path: Path, header: StoreHeader, layout: Layout) -> dict[str, t
     rows = label.shape[0] if label.shape else 0
     # The width depends on the longest path.
     width = names.dtype.itemsize if names.dtype is not None and names.dtype.kind == "S" else 1
-    types = dataset_types(header, rows, f"S{min(width, MOST_PATH)}", packed.shape[:1])
+    types = dataset_types(header, rows, f"S{min(width, PATH_WIDTH)}", packed.shape[:1])
     types = {name: (np.dtype(dtype), shape) for name, (dtype, shape) in types.items()}
     for name, (dtype, shape) in types.items():
         at = found.get(name, missing)

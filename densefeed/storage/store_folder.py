@@ -7,7 +7,6 @@
 so nothing is ever merged. relabel/workers.py writes such folders; FORMAT.md describes the bytes.
 """
 
-import hashlib
 import json
 import re
 from collections import Counter
@@ -24,7 +23,7 @@ import numpy as np
 from densefeed.storage.row_codecs import FormError
 from densefeed.storage.store_file import Arrays, StoreFile, StoreHeader, count_undone
 from densefeed.system.errors import UserError
-from densefeed.system.files import allow_open_files, check_own_folder, name_errors, open_regular
+from densefeed.system.files import allow_open_files, check_own_folder, hash_file, name_errors
 from densefeed.system.json_files import read_json
 from densefeed.system.object_url import ObjectURL, find_url
 
@@ -114,12 +113,6 @@ def is_shard(shard: object) -> bool:
         and SHARD_FILE.fullmatch(shard["file"]) is not None
         and HASH.fullmatch(shard["sha256"]) is not None
     )
-
-
-def hash_file(path: Path) -> str:
-    """Return the SHA-256 of a file as hexadecimal digits."""
-    with name_errors(path), open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_local_rows(path: Path) -> None:

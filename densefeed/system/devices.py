@@ -14,7 +14,7 @@ from torch.compiler import config as compiler
 
 from densefeed.system.errors import UserError, first_line
 from densefeed.system.options import Count, Options
-from densefeed.system.terminal import print
+from densefeed.system.terminal import warn
 
 
 def count_cores() -> int:
@@ -70,12 +70,10 @@ def warn_busy() -> None:
     Not where the remedy that it names was taken.
     """
     if os.environ.get("OMP_NUM_THREADS") != "1" and (load := describe_load(BUSY)):
-        print(
-            f"warning: other processes keep this machine busy ({load}), and until they end this "
+        warn(
+            f"other processes keep this machine busy ({load}), and until they end this "
             "may take several times as long; with OMP_NUM_THREADS=1 it may take less "
-            "(docs/faq.md)",
-            file=sys.stderr,
-            flush=True,
+            "(docs/faq.md)"
         )
 
 

@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import fcntl
+import hashlib
 import os
 import re
 import resource
@@ -87,6 +88,12 @@ def open_regular(path: Path | str) -> BufferedReader:
     if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     raise OSError(None, problem, str(path))
+
+
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a regular file as hexadecimal digits."""
+    with name_errors(path), open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def open_own(path: Path | str, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:

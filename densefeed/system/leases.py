@@ -197,9 +197,7 @@ def read_beat(content: bytes) -> Beat | None:
     return beat if sound and beat.done >= 0 and 0 <= beat.rate < math.inf else None
 
 
-def list_holders(
-    objects: Objects, names: Iterable[str], seconds: float = LEASE_SECONDS
-) -> list[Beat]:
+def list_holders(objects: Objects, names: Iterable[str]) -> list[Beat]:
     """Return the latest beats of those pieces of work `names` that are held, for a display.
 
     Their age is that of the files by the clock of this machine: with clocks that differ by more
@@ -208,7 +206,7 @@ def list_holders(
     now, wanted, holders = time.time(), set(names), {}
     for file, changed in objects.list(FOLDER).items():
         name, _, generation = file.rpartition(".")
-        if name in wanted and generation.isdecimal() and now - changed < seconds:
+        if name in wanted and generation.isdecimal() and now - changed < LEASE_SECONDS:
             beat = read_beat(objects.read(f"{FOLDER}/{file}") or b"")
             if beat and not beat.released:
                 holders.setdefault(name, {})[int(generation)] = beat

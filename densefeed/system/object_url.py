@@ -3,14 +3,12 @@
 import re
 from pathlib import Path, PurePosixPath
 
-from densefeed.system.errors import UserError, restore_url
+from densefeed.system.errors import UserError
 from densefeed.system.terminal import escape_controls
 
 BUCKET = re.compile(r"(s3|gs|az)://[A-Za-z0-9][A-Za-z0-9._-]*")
-# What is left of a URL of another kind that was read as a path.
-OTHER_URL = re.compile(
-    r"(https?|ftp|file|hdfs|s3[an]?|gs|gcs|az|abfss?|hf):/(?=[^/])", re.IGNORECASE
-)
+# What is left of a URL that was read as a path, which collapses its slashes.
+URL = re.compile(r"(https?|ftp|file|hdfs|s3[an]?|gs|gcs|az|abfss?|hf):/(?=[^/])", re.IGNORECASE)
 # Control characters, which the client refuses, and halves of surrogate pairs, which are not UTF-8.
 UNUSABLE = re.compile("[\0-\x1f\x7f\ud800-\udfff]")
 
@@ -82,8 +80,8 @@ def find_url(path: Path) -> ObjectURL | None:
 
     UserError for one that `parse_location` refuses.
     """
-    url = restore_url(path) or (OTHER_URL.match(str(path)) and OTHER_URL.sub(r"\1://", str(path)))
-    return ObjectURL(url) if url else None
+    text = str(path)
+    return ObjectURL(URL.sub(r"\1://", text, count=1)) if URL.match(text) else None
 
 
 def check_local(path: Path) -> None:

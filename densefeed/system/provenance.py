@@ -51,12 +51,16 @@ def commit() -> str:
             ["git", *words], cwd=ROOT, capture_output=True, text=True, check=True
         ).stdout.strip()
 
+    fallback = os.environ.get("DENSEFEED_COMMIT", "unknown")
+    # An installed package may lie below a repository of the user, whose commit git would give.
+    if not (ROOT / "pyproject.toml").exists():
+        return fallback
     try:
         # Every measurement adds a row to the results, so they alone do not make a checkout dirty.
         dirty = git("status", "--porcelain", "--", ".", f":!{RESULTS}")
         return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if dirty else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("DENSEFEED_COMMIT", "unknown")
+        return fallback
 
 
 def cpu_model() -> str:

@@ -37,6 +37,11 @@ def print(*values: object, sep: str = " ", file: TextIO | None = None, flush: bo
         builtins.print(line, file=file or sys.stdout, flush=flush)
 
 
+def warn(text: object) -> None:
+    """Print a warning on standard error, immediately."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
 def print_table(*parts: RenderableType, least_width: int = 0) -> None:
     """Print rich tables, at least `least_width` characters wide; text in them must be escaped."""
     # rich ends the process with code 1 where a pipe is closed.

@@ -43,9 +43,10 @@ from densefeed.system.devices import CORES, choose_device, describe_load, synchr
 from densefeed.system.errors import UserError, is_out_of_memory, run
 from densefeed.system.malloc import tune_malloc
 from densefeed.system.options import flag, named_options, with_options
+from densefeed.system.precision import autocast_dtype
 from densefeed.system.progress import steps_bar
 from densefeed.system.terminal import print, print_table
-from densefeed.training.build import autocast_dtype, build_model
+from densefeed.training.build import build_model
 from densefeed.training.captured_update import choose_update
 from densefeed.training.compile import compile_step
 from densefeed.training.config import Config

@@ -38,7 +38,13 @@ from densefeed.relabel.audit import (
 from densefeed.relabel.load_teacher import load_references
 from densefeed.relabel.reference_match import ORIENTATIONS, References
 from densefeed.storage.beton_images import open_images
-from densefeed.storage.images import DecodeOptions, SplitOptions, decode, limit_pixels
+from densefeed.storage.images import (
+    DecodeOptions,
+    SplitOptions,
+    decode,
+    limit_pixels,
+    sample_evenly,
+)
 from densefeed.storage.row_codecs import cell_targets
 from densefeed.storage.scenes import BOXES
 from densefeed.storage.store_folder import open_rows, read_manifest
@@ -46,7 +52,7 @@ from densefeed.system.devices import DeviceOptions, ThreadOptions
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.factories import is_factory
 from densefeed.system.files import check_ending, replace_file
-from densefeed.system.options import Bounds, own_first
+from densefeed.system.options import Bounds, NonNegativeInt, own_first
 from densefeed.system.provenance import check_replaceable, write_json
 from densefeed.system.terminal import print
 
@@ -80,7 +86,8 @@ class AuditOptions(SplitOptions, DecodeOptions, ThreadOptions, DeviceOptions):
     # CSV or JSON from the reference's classes to those of the maps, as in labeling
     class_map: Path | None = None
     model: str = ""  # timm's name of the reference, for a checkpoint that does not contain it
-    input_size: int = 0  # side of the reference's input, pixels; 0: that of the maps' teacher
+    # side of the reference's input, pixels; 0: that of the maps' teacher
+    input_size: NonNegativeInt = 0
     images: Annotated[int, Bounds(2)] = 300  # images shown to the reference
     # random-resized crops of each of these images that the reference labels too, to measure how far
     # the stored maps are from its labels of the crops; 0: none
@@ -258,7 +265,7 @@ def list_overlays(result: AuditResult) -> list[dict]:
         return []
     # Rows are in pairs of neighbors, mostly of one class, so one of each pair is drawn.
     names, rows = store.header.class_names, result.compared[::2]
-    places = np.linspace(0, len(rows) - 1, min(NUM_OVERLAYS, len(rows))).astype(int)
+    places = sample_evenly(len(rows), NUM_OVERLAYS)
     return [
         {"path": store.image_path(row), "label": names[int(store.labels[row])]}
         | draw_row(result, row)

@@ -268,10 +268,7 @@ class TokenLabels:
     def __call__(self, row: int, size: tuple[int, int], crop_pct: float, grid: tuple) -> dict:
         """Return how the tokens of an image of `size` (H, W) are drawn, as `draw_labels` does."""
         rows = np.array([row])
-        maps = self.store.rows(rows)
-        for fault, bad in self.store.impossible(rows, maps).items():
-            if bad.any():
-                raise self.store.invalid_map(rows[0], fault)
+        maps = self.store.checked_rows(rows)
         height_1, width_1 = np.array(size)[:, None]
         crop = center_box(height_1, width_1, crop_pct), np.array([False]), height_1, width_1
         places = RankRows(rows, np.zeros(1, np.int64), np.ones(1, np.float32))

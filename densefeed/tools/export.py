@@ -88,7 +88,7 @@ from densefeed.training.load_model import Trained, Weights, open_trained
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-# Packages of the dependency group `export`.
+# Packages of the extra `export`.
 NEEDED = ("onnx", "onnxscript", "onnxruntime")
 ONNX = "model.onnx"
 # What a model computes; a detector for one image, see OneImage.

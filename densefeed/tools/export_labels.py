@@ -112,10 +112,7 @@ def write_files(store: ScoreMapStore, stems: list[str], folder: Path) -> int:
     for parent in {str(Path(stem).parent) for stem in stems}:
         (folder / parent).mkdir(parents=True, exist_ok=True)
     for ids in bar(np.array_split(np.arange(len(store)), -(-len(store) // ROWS)), "export maps"):
-        maps = store.rows(ids)
-        for fault, bad in store.impossible(ids, maps).items():
-            if bad.any():
-                raise store.invalid_map(int(ids[bad.argmax()]), fault)
+        maps = store.checked_rows(ids)
         # Windows are float32 in the store.
         partial += int((maps.window != np.array(WHOLE, np.float32)).any(1).sum())
         for row, map_2kSS in zip(ids, torch.from_numpy(to_published(maps)), strict=True):

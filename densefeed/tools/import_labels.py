@@ -23,10 +23,9 @@ listed at the end.
 if not __package__:
     import script_start  # noqa: F401
 
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 
@@ -57,8 +56,8 @@ from densefeed.storage.tensor_files import TensorFiles
 from densefeed.system.devices import ThreadOptions
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import check_absent, check_ending
-from densefeed.system.options import Beside, Location, NonNegativeInt, flag, own_first
-from densefeed.system.terminal import print
+from densefeed.system.options import Beside, Bounds, Location, NonNegativeInt, flag, own_first
+from densefeed.system.terminal import print, warn
 
 
 @own_first
@@ -87,9 +86,10 @@ class Import(DecodeOptions, ThreadOptions):
     # train
     reference: str = ""
     reference_model: str = ""  # timm's name of the reference, for a checkpoint without it
-    reference_size: int = 0  # side of the reference's input, pixels; 0: that of the teacher
+    # side of the reference's input, pixels; 0: that of the teacher
+    reference_size: NonNegativeInt = 0
     audit: bool = True  # audit the finished store
-    audit_images: int = 300  # images that the reference sees
+    audit_images: Annotated[int, Bounds(2)] = 300  # images that the reference sees
 
     def unused(self) -> dict[str, str]:
         names = "reference_model", "reference_size", "audit_images"
@@ -144,7 +144,7 @@ def main(options: Import) -> None:
         print_checks(result)
         raise_on_faults(result, out, "the lines above say what to do")
     if doubt := describe_doubt(store.header.teacher, out):
-        print(f"warning: {doubt}", file=sys.stderr)
+        warn(doubt)
 
 
 def find_pack_layout(options: Import, pack: Pack, images: Images, models: References) -> Pack:

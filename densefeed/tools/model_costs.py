@@ -22,7 +22,6 @@ from timm.layers import set_fused_attn, use_fused_attn
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from densefeed.models import checkpoints  # noqa: F401  (registers our models with timm)
 from densefeed.models.meta_device import meta_device
 from densefeed.models.model_spec import is_registered
 from densefeed.system.errors import UserError, first_line, make_command

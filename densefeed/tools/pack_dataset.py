@@ -72,6 +72,7 @@ from densefeed.storage.images import (
     check_jpeg,
     decode,
     limit_pixels,
+    sample_evenly,
 )
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.storage.selection import find_rows
@@ -80,7 +81,7 @@ from densefeed.system.errors import UserError, explain_os_error, make_command
 from densefeed.system.options import Bounds, Location, NonNegativeInt, own_first
 from densefeed.system.prefetch import ordered_map
 from densefeed.system.progress import bar
-from densefeed.system.terminal import print
+from densefeed.system.terminal import print, warn
 
 # Unreadable files that a message lists.
 NAMED = 10
@@ -202,8 +203,8 @@ def main(packing: Packing) -> None:
         )
     if warned:
         count = "1 packed image" if len(warned) == 1 else f"{len(warned):,} packed images"
-        print(
-            f"warning: libjpeg says that {count} may be damaged: {'; '.join(warned[:NAMED])}; "
+        warn(
+            f"libjpeg says that {count} may be damaged: {'; '.join(warned[:NAMED])}; "
             "`densefeed beton verify FOLDER` lists them all"
         )
     if reasons:
@@ -309,7 +310,7 @@ def pack(
             "packed already"
         )
     # A file can change without a new name. Only preparing packed images again shows it.
-    probes = packed[np.linspace(0, len(packed) - 1, min(len(packed), PROBES)).astype(int)].tolist()
+    probes = packed[sample_evenly(len(packed), PROBES)].tolist()
     reasons, warned = [], []
     # The pool's exit waits for its threads. The iterator is closed before that, which drops the
     # images that no thread has begun.

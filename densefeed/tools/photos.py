@@ -31,13 +31,14 @@ from densefeed.recipes.flow import (
     FlowOptions,
     begin_flow,
     format_spread,
+    read_numbers,
     remove_outdated,
     run_step,
     train_model,
 )
 from densefeed.storage.scenes import BOXES, check_counts, count_classes
 from densefeed.system.errors import UserError, make_command
-from densefeed.system.json_files import check_number, read_json
+from densefeed.system.json_files import read_json
 from densefeed.system.options import Count, NonNegativeInt, Texts
 from densefeed.system.terminal import print, print_table
 
@@ -214,15 +215,6 @@ def train_student(
         json=held_out,
     )
     return Score(result["top1"], read_numbers(held_out, "top1")["top1"], result["seconds"])
-
-
-def read_numbers(path: Path, *keys: str) -> dict[str, float]:
-    """Return numbers of a JSON file; UserError if it is damaged. Shares are 0 to 1."""
-    remedy = f"remove it, and {AGAIN}"
-    found = read_json(path, remedy)
-    for key in keys:
-        check_number(path, key, found.get(key), 1 if key == "top1" else float("inf"), remedy)
-    return found
 
 
 def recipe_name(student: str) -> str:

@@ -40,7 +40,6 @@ if not __package__:
 
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
@@ -76,10 +75,17 @@ from densefeed.system.devices import DeviceOptions, ThreadOptions, choose_device
 from densefeed.system.errors import UserError, make_command
 from densefeed.system.files import check_ending
 from densefeed.system.options import Bounds, NonNegativeInt, Numbers, own_first
+from densefeed.system.precision import autocast_dtype
 from densefeed.system.progress import bar, steps_bar
 from densefeed.system.provenance import check_replaceable, environment, write_json
-from densefeed.system.terminal import escape_controls, print, print_table
-from densefeed.training.evaluation import Metrics, mean_metrics_sync, predict, sum_metrics
+from densefeed.system.terminal import escape_controls, print, print_table, warn
+from densefeed.training.evaluation import (
+    Metrics,
+    describe_nonfinite,
+    mean_metrics_sync,
+    predict,
+    sum_metrics,
+)
 from densefeed.training.load_model import (
     OTHERS,
     Divided,
@@ -150,7 +156,7 @@ class Validation(DecodeOptions, ThreadOptions, DeviceOptions):
     real: str = ""  # ReaL labels: path of real.json, or `timm` for the copy in timm
     # images per forward pass, windows of a segmentation network; 0: 128, windows 8
     batch: NonNegativeInt = 0
-    # auto: bf16 autocast on CUDA, float32 on a CPU
+    # auto: bf16 autocast on GPUs that compute it, else fp32
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     json: Path | None = None  # write the result to this JSON file
 
@@ -201,11 +207,9 @@ def warn_training_images(trained: Trained, source: Source, path: Path) -> None:
                     share = estimate_shared(packed, source)
     if share:
         about = "" if share == 1 else f"about {100 * share:.0f} % of "
-        print(
-            f"warning: {about}the images of {path} are training images of the model's run, so the "
-            "accuracy is not that of new images; give --data the images that it was validated on",
-            file=sys.stderr,
-            flush=True,
+        warn(
+            f"{about}the images of {path} are training images of the model's run, so the "
+            "accuracy is not that of new images; give --data the images that it was validated on"
         )
 
 
@@ -359,8 +363,8 @@ def measure_whole_sync(
 
 def warn_nonfinite(metrics: Any) -> None:
     """Warn if the outputs of some images are not finite."""
-    if fault := metrics.describe_nonfinite():
-        print(f"warning: {fault}", file=sys.stderr, flush=True)
+    if fault := describe_nonfinite(metrics):
+        warn(fault)
 
 
 # ------------------------------------------------------------------------- command
@@ -469,9 +473,7 @@ def main(options: Validation) -> dict:
         crop_pct=options.crop_pct or trained.crop_pct,
         crop_interpolation=choose_filter(options.eval_interpolation, trained),
     )
-    dtype = None
-    if options.precision == "bf16" or (options.precision == "auto" and device.type == "cuda"):
-        dtype = torch.bfloat16
+    dtype = autocast_dtype(options.precision, device)
     _, make_loader = LOADERS[chosen]
     with closing(make_loader(source, plan, options.threads, "raise", False, device)) as loader:
         if whole:

@@ -23,13 +23,6 @@ from densefeed.training.ranks import Ranks
 from densefeed.training.speed import peak_flops, training_flops
 
 
-def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
-    """Return the dtype of matrix products that `--precision` asks for, None for float32."""
-    known = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-    default = torch.bfloat16 if device.type == "cuda" else None
-    return known.get(precision, default)
-
-
 def model_arguments(
     options: ModelOptions, objective: Objective, num_classes: int
 ) -> dict[str, object]:

@@ -36,6 +36,7 @@ from densefeed.system.options import (
     parse_arguments,
     with_options,
 )
+from densefeed.system.precision import Precision
 from densefeed.training.optimizers import check_optimizer, has_momentum
 
 
@@ -134,8 +135,8 @@ class RunOptions(DeviceOptions):
     out: Path = tyro.MISSING  # run folder: config, metrics, checkpoints
     # seed of weights, order, crops and mixing
     seed: Annotated[int, Bounds(0, 2**63 - 1)] = 0
-    # auto: bf16 autocast on CUDA, float32 on a CPU
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    # auto: bf16 autocast on GPUs that compute it, else fp32
+    precision: Precision = "auto"
     # torch.compile: blocks: each block once, and the loss; whole: all as one graph; graph: the
     # same, and CUDA graphs of the whole update; auto: blocks on CUDA, else never
     compile: Literal["auto", "never", "blocks", "whole", "graph"] = "auto"

@@ -2,7 +2,6 @@
 
 import math
 import os
-import sys
 from contextlib import closing, suppress
 
 import torch
@@ -11,13 +10,12 @@ from torch import Tensor, nn
 from densefeed.models.drop_path import skip_dropped
 from densefeed.pipelines.batch import Batch
 from densefeed.pipelines.loader import Source
-from densefeed.pipelines.resident import map_bytes
 from densefeed.pipelines.shapes import bucket_shape
 from densefeed.step import Step
 from densefeed.system.devices import free_memory
 from densefeed.system.errors import UserError
 from densefeed.system.options import with_options
-from densefeed.system.terminal import print
+from densefeed.system.terminal import print, warn
 from densefeed.training.compile import compile_step
 from densefeed.training.setup import Run, open_loader
 from densefeed.training.speed import ActivationBytes
@@ -40,7 +38,7 @@ def dry_run(run: Run) -> None:
                     "beton verify FOLDER` lists all files that are damaged"
                 )
             if ranks.is_first:
-                print(f"warning: {fault}; they are skipped", file=sys.stderr, flush=True)
+                warn(f"{fault}; they are skipped")
     # The plan takes multiples of the repeats, and mixing needs a partner.
     images = 2 * config.data.repeats
     loss, kept, per_image = first_loss(run, images)
@@ -140,5 +138,5 @@ def fixed_bytes(run: Run) -> int:
     total = sum(p.nbytes for p in student.trainable.parameters()) * copies
     total += sum(tensor.nbytes for tensor in getattr(student.trainable, "aliases", ()))
     if run.config.data.maps_on_device and run.loader.score_maps:
-        total += run.loader.plan.num_samples * map_bytes(run.loader.score_maps)
+        total += run.loader.plan.num_samples * run.loader.score_maps.nbytes
     return total

@@ -1,7 +1,7 @@
 """Accuracy and loss: sums that stay on the device, and the metrics computed from them."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,18 +32,19 @@ class Metrics(NamedTuple):
     images: int  # number of these images
     nonfinite: int = 0  # of these, images whose outputs are not finite; they count as wrong
 
-    def describe_nonfinite(self) -> str:
-        """Say how many images have outputs that are not finite; "" if none has."""
-        if not self.nonfinite:
-            return ""
-        return (
-            f"the outputs of {self.nonfinite:,} of {self.images:,} images are not finite; "
-            "these images count as wrong"
-        )
-
     def named(self, suffix: str) -> dict[str, float]:
         """Return the means, with a suffix to their names."""
         return {f"{name}{suffix}": getattr(self, name) for name in ("top1", "top5", "loss")}
+
+
+def describe_nonfinite(metrics: Any) -> str:
+    """Say how many evaluated images have outputs that are not finite; "" if none has."""
+    if not metrics.nonfinite:
+        return ""
+    return (
+        f"the outputs of {metrics.nonfinite:,} of {metrics.images:,} images are not finite; "
+        "these images count as wrong"
+    )
 
 
 @torch.inference_mode()
@@ -61,9 +62,7 @@ def predict(
     """
     model.eval()
     for image_NCHW, label_N, weight_N in batches:
-        with torch.autocast(
-            image_NCHW.device.type, dtype or torch.bfloat16, enabled=dtype is not None
-        ):
+        with torch.autocast(image_NCHW.device.type, dtype, enabled=dtype is not None):
             logits_NK = model(image_NCHW)
         if columns_C is not None:
             logits_NK = logits_NK[:, columns_C]

@@ -22,8 +22,8 @@ from densefeed.system.errors import UserError
 from densefeed.system.files import name_errors, open_own, open_regular, read_own, replace_file
 from densefeed.system.json_files import is_number, parse_json
 from densefeed.system.progress import steps_bar
-from densefeed.system.provenance import write_json
-from densefeed.system.terminal import print
+from densefeed.system.provenance import cpu_model, write_json
+from densefeed.system.terminal import print, warn
 from densefeed.training.config import RunOptions
 from densefeed.training.ranks import Ranks
 from densefeed.training.setup import Run, import_wandb
@@ -126,11 +126,7 @@ def truncate_metrics(step: int, path: Path, evaluated: bool = True) -> None:
                 try:
                     record = parse_record(line)
                 except ValueError as error:
-                    print(
-                        f"warning: dropping a damaged line of {path} (line {number:,}: {error})",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                    warn(f"dropping a damaged line of {path} (line {number:,}: {error})")
                     continue
                 at = record["step"]
                 if at < step or (at == step and (evaluated or record["kind"] == "train")):
@@ -205,14 +201,13 @@ def start_wandb(
 def describe_environment(precision: str, ranks: Ranks) -> dict:
     """Describe the software and hardware environment, which a result depends on."""
     cuda = ranks.device.type == "cuda"
-    processor = platform.processor() or platform.machine()
     return {
         "command": sys.argv,
         "densefeed": version("densefeed"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "timm": timm.__version__,
-        "device": torch.cuda.get_device_name(ranks.device) if cuda else processor,
+        "device": torch.cuda.get_device_name(ranks.device) if cuda else cpu_model(),
         "ranks": ranks.size,
         "cores": CORES,
         "precision": precision,

@@ -1,6 +1,5 @@
 """Match the classes of data to those of a model, by name, number or order."""
 
-import sys
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -15,7 +14,7 @@ from densefeed.storage.dataset_names import (
     match_numbers,
 )
 from densefeed.system.errors import UserError
-from densefeed.system.terminal import print
+from densefeed.system.terminal import warn
 from densefeed.training.load_model import Trained
 
 
@@ -83,10 +82,8 @@ def warn_of_others(match: Match, data: list[str], trained: Trained, path: Path) 
     if match.by != "name" and others:
         why = "have numbers for names" if match.by == "number" else "have other names"
         first = f", as {data[0]} with {names[match.columns[0]]!r}" if names else ""
-        print(
-            f"warning: the {len(data):,} classes of {path} {why} and were matched by {match.by} "
+        warn(
+            f"the {len(data):,} classes of {path} {why} and were matched by {match.by} "
             f"with the {count:,} of the model{first}; if these are other classes, the accuracy is "
-            "meaningless",
-            file=sys.stderr,
-            flush=True,
+            "meaningless"
         )

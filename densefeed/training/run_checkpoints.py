@@ -9,20 +9,18 @@ manifest. Old ones are deleted after that. So the manifest lists complete files 
 process is killed.
 """
 
-import hashlib
 import os
 import re
-import sys
 from pathlib import Path
 
 import torch
 
 from densefeed.models import checkpoints
 from densefeed.system.errors import UserError
-from densefeed.system.files import open_regular, replace_file, replace_link
+from densefeed.system.files import hash_file, replace_file, replace_link
 from densefeed.system.json_files import read_json
 from densefeed.system.provenance import write_json
-from densefeed.system.terminal import print
+from densefeed.system.terminal import warn
 
 # Names of the files that a run writes. Other names, such as step-notes.pt, belong to the user.
 FILE = re.compile(r"step-\d{8,}\.pt")
@@ -63,7 +61,8 @@ class Checkpoints:
         with replace_file(path) as part:
             with open(part, "wb") as file:
                 torch.save(state, file)
-            entry = {"file": path.name, "step": step, "sha256": sha256(part), self.rated_by: None}
+            entry = {"file": path.name, "step": step, "sha256": hash_file(part)}
+            entry[self.rated_by] = None
         self._update([*older, entry])
 
     def rate(self, step: int, value: float) -> None:
@@ -107,7 +106,7 @@ class Checkpoints:
         for entry in reversed(entries):
             path = self.folder / entry["file"]
             try:
-                if sha256(path) == entry["sha256"]:
+                if hash_file(path) == entry["sha256"]:
                     return path.name
                 self._skip(path.name, f"{path} is damaged: its SHA-256 differs")
             except OSError as error:
@@ -120,7 +119,7 @@ class Checkpoints:
         return None
 
     def _skip(self, name: str, why: object) -> None:
-        print(f"warning: {why}; using the checkpoint before it", file=sys.stderr, flush=True)
+        warn(f"{why}; using the checkpoint before it")
         self._damaged.add(name)
 
     def _files(self, names: re.Pattern = FILE) -> list[Path]:
@@ -143,13 +142,13 @@ class Checkpoints:
                 return []
         except UserError as error:
             why = str(error)
-        print(f"warning: {why}", file=sys.stderr, flush=True)
+        warn(why)
         entries, accuracies = [], {}
         for path in self._files():
             try:
                 accuracies |= checkpoints.load(path).get("accuracies", {})
                 step = int(path.stem.removeprefix("step-"))
-                entries.append({"file": path.name, "step": step, "sha256": sha256(path)})
+                entries.append({"file": path.name, "step": step, "sha256": hash_file(path)})
             except (checkpoints.CheckpointError, OSError) as error:
                 self._skip(path.name, error)
         return [entry | {self.rated_by: accuracies.get(entry["file"])} for entry in entries]
@@ -162,9 +161,3 @@ class Checkpoints:
                 left.unlink()
         # Relative, so that a run folder can be moved.
         replace_link(self.out / name, path.relative_to(self.out))
-
-
-def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, hexadecimal."""
-    with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

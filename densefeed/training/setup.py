@@ -1,6 +1,5 @@
 """Set up a run: open, check and build everything that its first step needs."""
 
-import sys
 import zlib
 from dataclasses import replace
 from itertools import zip_longest
@@ -28,11 +27,13 @@ from densefeed.storage.dataset_names import (
     match_forms,
 )
 from densefeed.storage.geometry import teacher_window
+from densefeed.storage.images import sample_evenly
 from densefeed.storage.packs import describe_doubt
 from densefeed.system.devices import has_triton
 from densefeed.system.errors import UserError, install_extra
-from densefeed.system.terminal import print
-from densefeed.training.build import autocast_dtype, build_model
+from densefeed.system.precision import autocast_dtype
+from densefeed.system.terminal import print, warn
+from densefeed.training.build import build_model
 from densefeed.training.compile import can_capture
 from densefeed.training.config import Config, ModelOptions, OptimOptions, RunOptions, check_same_run
 from densefeed.training.evaluation import find_evaluation
@@ -133,7 +134,7 @@ def setup_run(config: Config, ranks: Ranks) -> Run:
         warn_shared_images(data, loader.source, val.source)
         doubt = describe_doubt(loader.source.teacher, data.maps_name)
         if objective.needs_score_maps and doubt:
-            print(f"warning: {doubt}", file=sys.stderr, flush=True)
+            warn(doubt)
     check_published(data, config.augment.augment_before_crop, objective, loader, ranks)
     maps = checksum_maps(data.on_bad_sample, objective, loader)
     first, *others = ranks.gather_sync(maps)
@@ -441,7 +442,7 @@ def check_published(
     if before_crop:
         raise UserError(f"{what}; {RELABEL}, or train with another recipe or --geometry aligned")
     if ranks.is_first:
-        print(f"warning: {what}; {RELABEL}", file=sys.stderr)
+        warn(f"{what}; {RELABEL}")
 
 
 def cover_center_squares(source: Source) -> bool:
@@ -450,7 +451,7 @@ def cover_center_squares(source: Source) -> bool:
     A damaged image or map counts as one that does: it is reported when its sample comes.
     """
     count = len(source.labels)
-    for index in np.unique(np.linspace(0, count - 1, min(count, CHECKED_WINDOWS)).astype(int)):
+    for index in sample_evenly(count, CHECKED_WINDOWS):
         try:
             image, window = source.image(int(index)), source.maps(np.array([index])).window[0]
         except (UserError, OSError):
@@ -519,10 +520,9 @@ def choose_compile(run: RunOptions, ranks: Ranks, objective: Objective) -> RunOp
         print("--compile graph is --compile whole on this device, which has no CUDA graphs")
     auto = "blocks" if cuda and has_triton() else "never"
     if run.compile == "auto" and auto == "never" and cuda and ranks.is_first:
-        print(
-            "warning: nothing is compiled, and training is slower: Triton, a C compiler or "
-            "Python's headers are missing; on Debian install gcc and python3-dev",
-            file=sys.stderr,
+        warn(
+            "nothing is compiled, and training is slower: Triton, a C compiler or "
+            "Python's headers are missing; on Debian install gcc and python3-dev"
         )
     return replace(run, compile=auto if run.compile == "auto" else run.compile)
 

@@ -1,7 +1,6 @@
 """Find out whether images of the validation set are training images too."""
 
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,7 +18,7 @@ from densefeed.storage.images import Images, decode, sample_evenly
 from densefeed.storage.indexed_jpeg import transcode
 from densefeed.system.errors import UserError
 from densefeed.system.object_url import ObjectURL
-from densefeed.system.terminal import print
+from densefeed.system.terminal import warn
 
 # Training files that are looked for among those of the validation set, and most of the latter.
 COMPARED_FILES, MOST_FILES = 1024, 2**17
@@ -53,12 +52,10 @@ def warn_shared_images(data: DataOptions, train: Source, val: Source) -> None:
     about = "" if share == 1 else f"about {100 * share:.0f} % of "
     is_folder = not isinstance(data.train, ObjectURL) and data.train.is_dir()
     instead = ", or give --val-fraction 0.15 in its place" if is_folder else ""
-    print(
-        f"warning: {about}the images of --val {data.val} are training images of --data "
+    warn(
+        f"{about}the images of --val {data.val} are training images of --data "
         f"{data.train} too, so its accuracy is not that of new images; give --val other images"
-        f"{instead}",
-        file=sys.stderr,
-        flush=True,
+        f"{instead}"
     )
 
 

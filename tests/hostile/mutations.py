@@ -17,7 +17,7 @@ import torch
 
 from densefeed.models.checkpoints import MANIFEST
 from densefeed.models.model_spec import ModelSpec, build_on_meta
-from densefeed.training.run_checkpoints import sha256
+from densefeed.system.files import hash_file
 
 NUMBERS = (
     0,
@@ -392,7 +392,7 @@ def list_hash(path: Path) -> None:
     entries = json.loads(manifest.read_text())
     for entry in entries:
         if entry["file"] == path.name:
-            entry["sha256"] = sha256(path)
+            entry["sha256"] = hash_file(path)
     manifest.write_text(json.dumps(entries))
 
 

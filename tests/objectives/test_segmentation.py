@@ -311,8 +311,7 @@ def test_evaluation_equals_numpy_on_whole_images(segments, masked, tmp_path):
             model, loader, normalize, torch.device("cpu"), None, lambda *_: None
         )
     broken = objective.evaluation.mean_sync(sums.clone())
-    assert (broken.nonfinite, broken.miou) == (4, 0)
-    assert broken.describe_nonfinite() == "the outputs of 4 of 5 images are not finite"
+    assert (broken.nonfinite, broken.images, broken.miou) == (4, 5, 0)
 
 
 # ---------------------------------------------------------------- guards
@@ -349,6 +348,14 @@ def test_runs_that_cannot_be_are_refused(segments, folder, tmp_path, message):
     with pytest.raises(UserError, match=message):
         training.train(config)
     assert not (tmp_path / "last.pt").exists()
+
+
+def test_masks_do_not_follow_images_as_published_maps_do(segments, tmp_path):
+    """They were mirrored and warped unlike their images."""
+    fields = dict(objective="segment-soft", geometry="published", rand_augment="rand-m9")
+    config = segments(tmp_path, augment_before_crop=True, **fields)
+    with pytest.raises(UserError, match="published warps score maps, but no masks; give --geom"):
+        open_step(config)
 
 
 def test_a_validation_set_without_masks_is_refused(segments, masked, tmp_path):

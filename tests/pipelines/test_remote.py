@@ -23,9 +23,9 @@ from densefeed.storage.fetch import make_local
 from densefeed.storage.images import Images
 from densefeed.storage.score_maps import ScoreMaps, ScoreMapWriter
 from densefeed.storage.store_file import StoreFile
-from densefeed.storage.store_folder import MANIFEST, SIZED_FILES, Manifest, StoredShard, hash_file
+from densefeed.storage.store_folder import MANIFEST, SIZED_FILES, Manifest, StoredShard
 from densefeed.system.errors import UserError
-from densefeed.system.files import remove_any
+from densefeed.system.files import hash_file, remove_any
 from densefeed.system.object_store import ObjectStore, connect
 from densefeed.tools.pack_dataset import Packing
 from densefeed.tools.pack_dataset import main as pack

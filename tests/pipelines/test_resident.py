@@ -10,7 +10,7 @@ from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.pipelines.resident import ResidentMaps, map_bytes
+from densefeed.pipelines.resident import ResidentMaps
 from densefeed.pipelines.targets import sparse_targets
 from densefeed.storage.score_maps import ScoreMaps
 from densefeed.system.errors import UserError
@@ -93,9 +93,9 @@ def test_class_ids_above_32767_are_preserved():
 
 def test_maps_that_exceed_the_memory_are_refused_unread(sources, monkeypatch):
     source = sources["folder"]()
-    needed = 11 * map_bytes(source.score_maps)
+    needed = 11 * source.score_maps.nbytes
     row = source.maps(np.arange(1))
-    assert map_bytes(source.score_maps) == sum(part.nbytes for part in row)
+    assert source.score_maps.nbytes == sum(part.nbytes for part in row)
     monkeypatch.setattr(source, "maps", lambda ids: pytest.fail("read"))
     monkeypatch.setattr(resident, "free_memory", lambda device: needed)
     with pytest.raises(

@@ -91,7 +91,8 @@ class Steps:
         from densefeed.recipes import RECIPES
         from densefeed.system.devices import choose_device
         from densefeed.system.options import with_options
-        from densefeed.training.build import autocast_dtype, build_model
+        from densefeed.system.precision import autocast_dtype
+        from densefeed.training.build import build_model
         from densefeed.training.captured_update import choose_update
         from densefeed.training.monitor import TrainMonitor
         from densefeed.training.ranks import Ranks

@@ -173,7 +173,8 @@ def test_logits_that_float16_cannot_hold_are_refused(bad):
 )
 def test_outside_the_accuracy_of_maps_is_judged(monkeypatch, capsys, accuracy, said):
     monkeypatch.setattr(audit, "measure_accuracy", lambda store: accuracy)
-    print_accuracy(SimpleNamespace(header=SimpleNamespace(absent="tail")), "a caveat")
+    header = SimpleNamespace(absent="tail", num_classes=2)
+    print_accuracy(SimpleNamespace(header=header, labels=np.array([0, 1])), "a caveat")
     line, caveat, verdict = capsys.readouterr().out.splitlines()
     assert line.endswith(f"image labels: {100 * accuracy:.1f} %")
     assert caveat == "a caveat"
@@ -189,6 +190,8 @@ def test_impossible_options_are_refused_before_any_work(folder, tmp_path):
         label_images(images, teacher(), "t", tmp_path / "maps.h5", **options(batch=0))
     with pytest.raises(UserError, match=r"has 2 classes but the teacher t scores 1"):
         label_images(images, teacher(classes=1), "t", tmp_path / "maps.h5", **options(top_k=1))
+    with pytest.raises(UserError, match="--precision fp16 needs a GPU; choose bf16"):
+        label_images(images, teacher(), "t", tmp_path / "maps.h5", **options(precision="fp16"))
     assert list(tmp_path.iterdir()) == []
 
 

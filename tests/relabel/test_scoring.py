@@ -13,7 +13,6 @@ from densefeed.relabel import scoring
 from densefeed.relabel.scoring import (
     Scorer,
     choose_compile,
-    choose_precision,
     find_batch_size,
     keep,
     timed_convolutions,
@@ -92,18 +91,6 @@ def test_a_compiled_scorer_keeps_the_same_numbers(monkeypatch):
         for ours, theirs in zip(got, want, strict=True):
             np.testing.assert_allclose(ours.astype(float), theirs.astype(float), atol=2e-3)
     assert shapes == [3]
-
-
-@pytest.mark.parametrize(
-    ("capability", "want"), [((7, 5), "fp32"), ((8, 0), "bf16"), ((9, 0), "bf16")]
-)
-def test_auto_precision_is_bf16_if_the_device_computes_it(monkeypatch, capability, want):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert choose_precision("auto", CUDA) == want
-    assert choose_precision("auto", CPU) == "fp32"
-    assert choose_precision("fp16", CUDA) == "fp16"
-    with pytest.raises(UserError, match=r"--precision fp16 needs a GPU"):
-        choose_precision("fp16", CPU)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from densefeed.relabel.class_map import ClassMap
-from densefeed.relabel.network import Network
-from densefeed.relabel.teacher import MAX_TTA_VIEWS, Teacher, resample, weights_hash
+from densefeed.relabel.network import Network, interpolate_cells
+from densefeed.relabel.teacher import MAX_TTA_VIEWS, Teacher, weights_hash
 from densefeed.storage.geometry import WHOLE
 from densefeed.storage.images import crop_resize
 from densefeed.system.errors import UserError
@@ -253,16 +253,19 @@ def test_members_must_agree_on_the_classes():
 
 def test_resampled_probabilities_sum_to_one_and_a_constant_map_is_unchanged():
     logits = 9 * torch.randn(2, 3, 3, 7, generator=torch.Generator().manual_seed(0))
-    wide = resample(logits, 7)
+    wide = interpolate_cells(logits, 7)
     assert wide.shape == (2, 7, 7, 7)
     torch.testing.assert_close(
-        wide.exp().sum(-1).log(), resample(logits.logsumexp(-1, keepdim=True), 7)[..., 0]
+        wide.exp().sum(-1).log(), interpolate_cells(logits.logsumexp(-1, keepdim=True), 7)[..., 0]
     )
     # The center of the middle cell is the same in both maps.
     torch.testing.assert_close(wide[:, 3, 3], logits[:, 1, 1], rtol=1e-5, atol=1e-5)
-    assert resample(logits, 3) is logits
+    assert interpolate_cells(logits, 3) is logits
     torch.testing.assert_close(
-        resample(logits[:, :1, :1], 4), logits[:, :1, :1].expand(-1, 4, 4, -1), rtol=1e-5, atol=1e-4
+        interpolate_cells(logits[:, :1, :1], 4),
+        logits[:, :1, :1].expand(-1, 4, 4, -1),
+        rtol=1e-5,
+        atol=1e-4,
     )
 
 

@@ -3,6 +3,7 @@
 The reference is one undisturbed worker, whose shards are compared byte by byte.
 """
 
+import errno
 import json
 import multiprocessing
 import os
@@ -274,7 +275,7 @@ def test_a_worker_that_comes_after_the_last_shard_labels_nothing(many, tmp_path,
         join(many, out, top_k=1)
 
 
-def test_shares_are_joined_to_the_bytes_of_one_labeling(many, whole, tmp_path):
+def test_shares_are_joined_to_the_bytes_of_one_labeling(many, whole, tmp_path, monkeypatch):
     """Machines without a common disk label every third shard each."""
     parts = [tmp_path / f"part-{n}" for n in range(3)]
     for number, out in enumerate(parts):
@@ -285,6 +286,14 @@ def test_shares_are_joined_to_the_bytes_of_one_labeling(many, whole, tmp_path):
     merge_folders(tuple(parts), tmp_path / "maps")
     readers = {name for name in files(whole) if name == MANIFEST or name.endswith(".h5")}
     assert files(tmp_path / "maps") == {name: files(whole)[name] for name in readers}
+    with monkeypatch.context() as without_links:
+
+        def link(*_: object) -> None:
+            raise OSError(errno.ENOSYS, "Function not implemented")
+
+        without_links.setattr(os, "link", link)
+        merge_folders(tuple(parts), tmp_path / "copied")
+    assert files(tmp_path / "copied") == files(tmp_path / "maps")
     merge_folders((whole,), tmp_path / "one.h5")
     merge_folders(tuple(parts), tmp_path / "joined.h5")
     assert (tmp_path / "one.h5").read_bytes() == (tmp_path / "joined.h5").read_bytes()

@@ -145,7 +145,7 @@ def test_the_extents_are_the_positions_of_the_bytes(tmp_path, random_maps):
         assert os.pread(beton.descriptors[file], size, offset) == sample.encoded
     ids = np.array([9, 2])
     for name, number in (("map", 0), ("lse", 1), ("window", 2)):
-        descriptors, offsets = beton.array_offsets(name, ids)
+        descriptors, offsets = beton.open_files(ids), beton.offsets(name)[ids]
         for n, descriptor, offset in zip(ids, descriptors, offsets, strict=True):
             array = (*one, *two)[n].arrays[number]
             assert os.pread(descriptor, beton.field(name).nbytes, offset) == array.tobytes()
@@ -168,7 +168,7 @@ def test_samples_never_cross_a_page_and_arrays_are_aligned(tmp_path):
     assert (
         beton.images.offset // PAGE == (beton.images.offset + beton.images.size - 1) // PAGE
     ).all()
-    assert (beton.array_offsets("x", np.arange(3))[1] % 16 == 0).all()
+    assert (beton.offsets("x")[np.arange(3)] % 16 == 0).all()
 
 
 def test_a_sample_larger_than_a_page_is_refused(tmp_path):
@@ -233,7 +233,7 @@ def places(path):
     }
     extents = []
     for name in ("map", "lse", "window"):
-        starts = beton.array_offsets(name, np.arange(count))[1]
+        starts = beton.offsets(name)[np.arange(count)]
         extents += [(at, at + beton.field(name).nbytes) for at in starts.tolist()]
     found["arrays"] = sorted(extents)
     images = [
@@ -883,7 +883,7 @@ def test_verify_names_every_damaged_sample(packed, tmp_path, command):
     cut.write_bytes(whole[:-1])
     beton = Beton(sound)
     data = bytearray(whole)
-    data[int(beton.array_offsets("lse", np.array([2]))[1][0]) + 5] ^= 1
+    data[int(beton.offsets("lse")[np.array([2])][0]) + 5] ^= 1
     end = int(beton.images.offset[6] + beton.images.size[6])
     data[end - 300 : end] = bytes(300)
     bad.write_bytes(data)
@@ -1089,7 +1089,7 @@ def test_adjacent_samples_are_read_ahead_in_one_range_and_others_in_several(
     assert [file for file, _, _ in asked] == beton.descriptors
     for index in range(9, 14):
         _, start, end = asked[index // 11]
-        assert start <= beton.array_offsets("map", np.array([index]))[1][0] < end
+        assert start <= beton.offsets("map")[np.array([index])][0] < end
         assert (
             start
             < beton.images.offset[index]

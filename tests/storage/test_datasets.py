@@ -208,7 +208,7 @@ def test_domainnet_labels_are_those_of_its_lists(domain, capsys):
     ]
     assert test.class_names == train.class_names
     assert train.read(0) == (domain / train.paths[0]).read_bytes()
-    assert "has 6 images, but 33,525 were published" in capsys.readouterr().out
+    assert "has 6 images, but 33,525 were published" in capsys.readouterr().err
 
 
 def test_counts_of_domainnet_are_those_of_the_papers():
@@ -307,7 +307,7 @@ def test_missing_images_are_counted_when_the_list_is_read(domain, capsys):
         there + "\nclipart/airplane/no.jpg 1\n" + "nowhere/1.jpg 1\n" + there
     )
     Images(domain, f"list/{domain / 'some.txt'}")
-    assert "some.txt names 2 images that are not below " in (said := capsys.readouterr().out)
+    assert "some.txt names 2 images that are not below " in (said := capsys.readouterr().err)
     assert "the first in line 3: clipart/airplane/no.jpg" in said
 
 
@@ -729,7 +729,7 @@ def test_outside_equal_names_have_one_order_on_every_disk(tmp_path, monkeypatch)
 def test_outside_classes_that_look_equal_are_warned_of(tmp_path, capsys, names, said):
     touch(tmp_path, *(f"{name}/1.jpg" for name in names))
     assert len(Images(tmp_path).class_names) == len(names)
-    assert capsys.readouterr().out == (
+    assert capsys.readouterr().err == (
         f"warning: {tmp_path} has classes whose names look equal: {said} differ in case or Unicode "
         "form only\n"
     )
@@ -848,7 +848,7 @@ def test_folders_deeper_than_pythons_stack_are_skipped_with_a_warning(tmp_path, 
     finally:
         # pytest cannot: it recurses once per level.
         subprocess.run(["rm", "-rf", tmp_path / "deep"], check=True)
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert "warning: 1 folders were left out: " in said
     assert "this name is too long" in said
 
@@ -933,6 +933,16 @@ def test_labels_of_hugging_face_are_checked_before_classes_get_names(monkeypatch
         Images(tmp_path, "hfds/x")
     reader[1] = io.BytesIO(), 3
     assert Images(tmp_path, "hfds/x").class_names == ["0", "1", "2", "3"]
+
+
+def test_errors_of_hugging_face_are_one_sentence(monkeypatch, tmp_path):
+    def create(*_: object, **__: object) -> None:
+        raise ValueError('Unknown split "validation". Should be one of ["train", "test"].')
+
+    monkeypatch.setattr(timm.data, "create_dataset", create)
+    with pytest.raises(UserError, match=r"hfds/x cannot be read \(ValueError: Unk") as told:
+        Images(tmp_path, "hfds/x", "validation")
+    assert "check the name, and --split validation" in str(told.value)
 
 
 def test_a_list_with_labels_may_hold_several_splits(folder, tmp_path):

@@ -17,15 +17,9 @@ from densefeed.storage.row_codecs import ScoreMaps
 from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter
 from densefeed.storage.shard_plan import PLAN, plan_shards
 from densefeed.storage.shards import merge_folders
-from densefeed.storage.store_folder import (
-    MANIFEST,
-    REMEDY,
-    Manifest,
-    StoredShard,
-    hash_file,
-    open_rows,
-)
+from densefeed.storage.store_folder import MANIFEST, REMEDY, Manifest, StoredShard, open_rows
 from densefeed.system.errors import UserError
+from densefeed.system.files import hash_file
 
 from ..stores import make_header, write_store
 

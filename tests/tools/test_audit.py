@@ -303,6 +303,7 @@ def test_the_command(folder, random_maps, tmp_path, command):
         ),
         ("maps", {"images": 1}, "--images is 1, and must be at least 2"),
         ("maps", {"crops": 65}, "--crops is 65, and must be from 0 to 64"),
+        ("maps", {"teacher": "x", "input_size": -3}, "--input-size is -3, and must be at least 0"),
         ("none", {}, "there is no such file"),
         ("maps", {"teacher": "nobody"}, "neither a file nor a timm model"),
     ],

@@ -125,6 +125,7 @@ def test_results_do_not_make_a_checkout_dirty(check, tmp_path, monkeypatch):
     root = tmp_path / "checkout"
     (root / "benchmarks").mkdir(parents=True)
     (root / "benchmarks" / "results.csv").touch()
+    (root / "pyproject.toml").touch()
     for module in (gpu_check, provenance):
         monkeypatch.setattr(module, "ROOT", root)
     author = ["-c", "user.name=a", "-c", "user.email=a@b.c"]

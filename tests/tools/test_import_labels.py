@@ -63,6 +63,13 @@ def import_tree(scenes, out, **fields):
     return ScoreMapStore(out)
 
 
+@pytest.mark.parametrize(("option", "least"), [("reference_size", 0), ("audit_images", 2)])
+def test_numbers_of_the_reference_are_bounded(scenes, tmp_path, option, least):
+    """A negative size was a traceback, and a negative number of images blamed the maps."""
+    with pytest.raises(UserError, match=f"is -5, and must be at least {least}"):
+        import_tree(scenes, tmp_path / "maps.h5", reference="x", **{option: -5})
+
+
 @pytest.mark.parametrize(
     ("folder", "variables"),
     [

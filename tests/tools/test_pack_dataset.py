@@ -637,9 +637,9 @@ def test_outside_damage_that_pillow_ignores_is_not_packed(damaged, tmp_path, cap
         for part in tmp_path.glob("x.beton*"):
             part.unlink()
     main(Packing(data=damaged, out=tmp_path / "x.beton", on_bad_sample="skip"))
-    out = capsys.readouterr().out
-    assert "warning: libjpeg says that 1 packed image may be damaged: " in out
-    assert "warned.jpg (Corrupt JPEG data: " in out
+    said = capsys.readouterr().err
+    assert "warning: libjpeg says that 1 packed image may be damaged: " in said
+    assert "warned.jpg (Corrupt JPEG data: " in said
 
 
 def test_outside_split_of_a_folder_without_splits_is_said_not_to_be_read(folder, tmp_path, capsys):

@@ -7,7 +7,12 @@ import torch
 from torch import nn
 
 from densefeed.system.errors import UserError
-from densefeed.training.evaluation import mean_metrics_sync, predict, sum_metrics
+from densefeed.training.evaluation import (
+    describe_nonfinite,
+    mean_metrics_sync,
+    predict,
+    sum_metrics,
+)
 
 
 class LogitTable(nn.Module):
@@ -147,5 +152,5 @@ def test_outside_outputs_that_are_not_finite_count_as_wrong(bad, no_host_read):
     metrics = mean_metrics_sync(sums)
     assert (metrics.top1, metrics.top5, metrics.images, metrics.nonfinite) == (0.25, 0.25, 4, 3)
     assert math.isnan(metrics.loss)
-    assert metrics.describe_nonfinite().startswith("the outputs of 3 of 4 images are not finite")
-    assert not mean_metrics_sync(sums[:].index_fill(0, torch.tensor([4]), 0)).describe_nonfinite()
+    assert describe_nonfinite(metrics).startswith("the outputs of 3 of 4 images are not finite")
+    assert not describe_nonfinite(mean_metrics_sync(sums[:].index_fill(0, torch.tensor([4]), 0)))

@@ -35,7 +35,8 @@ from densefeed.objectives import OBJECTIVES
 from densefeed.pipelines.batch import Batch, ScoreMapSpec
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.system.options import with_options
-from densefeed.training.build import autocast_dtype, build_model
+from densefeed.system.precision import autocast_dtype
+from densefeed.training.build import build_model
 from densefeed.training.config import Config
 from densefeed.training.optimizers import FUSED
 from densefeed.training.ranks import Ranks
@@ -186,6 +187,7 @@ def fake_cuda():
             # Otherwise autocast and GradScaler switch themselves off.
             ("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),
             ("torch.cuda.is_bf16_supported", lambda *_: True),
+            ("torch.cuda.get_device_capability", lambda *_: (9, 0)),
             ("torch.Tensor.pin_memory", lambda tensor: tensor),
             ("torch.Tensor.numpy", to_numpy),
             # Fake tensors have no memory for a kernel; tests/pretended has the launches.

@@ -33,9 +33,6 @@ class WeightAverage(ModelEmaV3):
         own, new, *whole = self._lists
         # A pass of its own, as one with the update is no faster (docs/results/steps.md): four
         # tensors at a time take 1.09 of the time of two passes on one core of an EPYC of Zen 4.
-        # Scripts gave 0.97 on Zen 5 and, compiled by inductor, 1.05 on Zen 4. The pass is 10 ms
-        # of a step of LV-ViT-S with 8 images, 3,500 ms on one core. On an H200 update and EMA
-        # together are 0.5 ms of a step of 41 with 256 images, in one profile.
         torch._foreach_lerp_(own, new, weight=1 - decay)
         if whole:
             torch._foreach_copy_(*whole)

@@ -25,7 +25,7 @@ from densefeed.pipelines.batch import Batch, crop_batch
 from densefeed.pipelines.folder import map_spec
 from densefeed.pipelines.plan import CROP_RATIO, EpochPlan, RankRows
 from densefeed.pipelines.targets import SparseTargets, sparse_targets
-from densefeed.relabel.audit import has_own_weights
+from densefeed.relabel.checks.reference import has_own_weights
 from densefeed.relabel.teacher import Teacher
 from densefeed.storage.images import Images, crop_resize, decode
 from densefeed.storage.score_maps import ScoreMapStore, StoreHeader

@@ -10,7 +10,7 @@ from torch import nn
 from tyro.conf import UseAppendAction
 
 from densefeed.models import checkpoints
-from densefeed.relabel.audit import print_accuracy
+from densefeed.relabel.accuracy import print_accuracy
 from densefeed.relabel.estimates import estimate_pass
 from densefeed.relabel.labeling import Pass, begin_pass
 from densefeed.relabel.load_teacher import (

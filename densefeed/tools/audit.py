@@ -27,14 +27,9 @@ from densefeed.pages.templates import TEMPLATES, picture
 from densefeed.pages.tokens import draw_labels
 from densefeed.pages.true_objects import read_license
 from densefeed.pipelines.faithfulness import measure_crops
-from densefeed.relabel.audit import (
-    VERDICTS,
-    AuditResult,
-    audit,
-    class_name,
-    print_checks,
-    raise_on_faults,
-)
+from densefeed.relabel.audit import AuditResult, audit, print_checks, raise_on_faults
+from densefeed.relabel.checks.labels import class_name
+from densefeed.relabel.checks.outcome import VERDICTS
 from densefeed.relabel.load_teacher import load_references
 from densefeed.relabel.reference_match import ORIENTATIONS, References
 from densefeed.storage.beton_images import open_images

@@ -29,13 +29,9 @@ from typing import Annotated, Literal
 
 import numpy as np
 
-from densefeed.relabel.audit import (
-    audit,
-    check_orientation,
-    neighbors,
-    print_checks,
-    raise_on_faults,
-)
+from densefeed.relabel.audit import audit, print_checks, raise_on_faults
+from densefeed.relabel.checks.images import neighbors
+from densefeed.relabel.checks.reference import check_orientation
 from densefeed.relabel.load_teacher import load_references
 from densefeed.relabel.reference_match import FOOTPRINT_WORDS, References, find_layout, look
 from densefeed.storage.geometry import Footprint

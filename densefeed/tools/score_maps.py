@@ -18,6 +18,7 @@ from pathlib import Path
 
 import tyro
 
+from densefeed.relabel.accuracy import print_accuracy
 from densefeed.storage.fetch import fetch
 from densefeed.storage.maintenance import convert_file, summary, verify_files
 from densefeed.storage.selection import select_maps
@@ -40,9 +41,6 @@ def fetch_store(url: Location, out: Path, /) -> None:
     """
     if not isinstance(url, ObjectURL):
         raise UserError(f"{url} is not a URL; name s3://BUCKET/FOLDER, and a folder for the copy")
-    # It imports PyTorch, which the other commands do not need.
-    from densefeed.relabel.audit import print_accuracy
-
     store = fetch(url, out)
     print(summary(store))
     print_accuracy(store)

@@ -19,7 +19,11 @@ import torch
 from PIL import Image
 
 from densefeed.relabel import audit as auditing
-from densefeed.relabel.audit import audit, neighbors
+from densefeed.relabel.audit import audit
+from densefeed.relabel.checks.images import neighbors
+from densefeed.relabel.checks.outcome import Check
+from densefeed.relabel.checks.reference import check_orientation
+from densefeed.relabel.checks.rows import are_probabilities, share_sums
 from densefeed.relabel.reference_match import (
     ORIENTATIONS,
     choose_best,
@@ -208,7 +212,7 @@ def test_the_next_best_orientation_has_the_next_greatest_correlation(clean, loca
     choice = choose_best(scores)
     assert (choice.best, choice.runner_up(), int(choice.t_over.argmin())) == (0, 1, 2)
     match = SimpleNamespace(own=scores[:, None], best=lambda: (0, 0), is_located=lambda: True)
-    verdict, evidence = auditing.check_orientation(match, foreign=False)
+    verdict, evidence = check_orientation(match, foreign=False)
     assert f"the next best is mirrored left-right at {choice.mean[1]:.3f} " in evidence
     smallest = f"t is at least {choice.t_over[2]:.1f} against every other orientation, 100 images"
     assert smallest in evidence
@@ -216,7 +220,7 @@ def test_the_next_best_orientation_has_the_next_greatest_correlation(clean, loca
     # The second mean is still elsewhere, but one orientation is too close to decide.
     scores[:, 2] += 0.42
     scores[:, 1] = scores[:, 0] - 0.06
-    assert auditing.check_orientation(match, foreign=False)[0] == "unchecked"
+    assert check_orientation(match, foreign=False)[0] == "unchecked"
 
 
 def test_planted_orientations(clean, located):
@@ -240,7 +244,7 @@ def test_planted_orientations(clean, located):
             {SQUASH: located.teachers(1)[SQUASH]},
             2,
         )
-        check = auditing.Check("orientation", *auditing.check_orientation(match, foreign=False))
+        check = Check("orientation", *check_orientation(match, foreign=False))
         if orientation == 0:
             right += check.verdict == "sound"
             alarmed += [case] * (check.verdict in ("fault", "warning"))
@@ -540,8 +544,8 @@ def test_small_logits_are_not_taken_for_probabilities():
     def judged(numbers, classes):
         numbers = numbers.astype(np.float16).astype(np.float32)
         assert numbers.min() >= 0
-        return auditing.are_probabilities(
-            float(numbers.max()), auditing.share_sums(numbers, classes).mean(0), numbers.shape[-1]
+        return are_probabilities(
+            float(numbers.max()), share_sums(numbers, classes).mean(0), numbers.shape[-1]
         )
 
     for classes, k in (

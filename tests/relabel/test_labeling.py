@@ -18,8 +18,9 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from densefeed.relabel import audit, labeling
-from densefeed.relabel.audit import measure_accuracy, print_accuracy
+from densefeed.relabel import accuracy as accuracies
+from densefeed.relabel import labeling
+from densefeed.relabel.accuracy import measure_accuracy, print_accuracy
 from densefeed.relabel.estimates import estimate_pass
 from densefeed.relabel.labeling import begin_pass, score_batches, unfinished_batches
 from densefeed.relabel.rendering import PillowRender
@@ -172,7 +173,7 @@ def test_logits_that_float16_cannot_hold_are_refused(bad):
     ("accuracy", "said"), [(0.99, "good: "), (0.95, "fair: "), (0.874, "87.4 % is too low for ")]
 )
 def test_outside_the_accuracy_of_maps_is_judged(monkeypatch, capsys, accuracy, said):
-    monkeypatch.setattr(audit, "measure_accuracy", lambda store: accuracy)
+    monkeypatch.setattr(accuracies, "measure_accuracy", lambda store: accuracy)
     header = SimpleNamespace(absent="tail", num_classes=2)
     print_accuracy(SimpleNamespace(header=header, labels=np.array([0, 1])), "a caveat")
     line, caveat, verdict = capsys.readouterr().out.splitlines()

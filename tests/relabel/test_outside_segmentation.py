@@ -13,7 +13,7 @@ from torch.utils.data import ConcatDataset, Subset
 from torchvision.models.segmentation import lraspp_mobilenet_v3_large
 
 import densefeed
-from densefeed.relabel.audit import print_accuracy
+from densefeed.relabel.accuracy import print_accuracy
 from densefeed.relabel.network import Network
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError

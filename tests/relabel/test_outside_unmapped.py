@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 
 from densefeed.pipelines.ffcv import FfcvSource
-from densefeed.relabel import audit as auditing
-from densefeed.relabel.audit import audit, measure_accuracy
+from densefeed.relabel.accuracy import measure_accuracy, print_accuracy
+from densefeed.relabel.audit import audit, raise_on_faults
 from densefeed.relabel.load_teacher import load_teacher
 from densefeed.storage.images import Images, decode
 from densefeed.storage.maintenance import convert, summary, verify
@@ -303,7 +303,7 @@ def test_outside_an_audit_states_the_mass_and_finds_no_fault(half):
 def test_outside_the_accuracy_weighs_cells_by_their_mass(half, capsys):
     """One cell of three names the label, with more mass than the two others have together."""
     assert measure_accuracy(half.store) == 1
-    auditing.print_accuracy(half.store)
+    print_accuracy(half.store)
     assert "100.0 %" in capsys.readouterr().out
 
 
@@ -349,4 +349,4 @@ def test_outside_more_than_everything_is_still_a_fault(half, tmp_path):
     path = write_store(tmp_path / "over.h5", half.images, maps, 2, absent="background")
     assert "probabilities that sum to more than 1" in str(verify(ScoreMapStore(path)))
     with pytest.raises(UserError, match="values"):
-        auditing.raise_on_faults(audit(path), path, "see")
+        raise_on_faults(audit(path), path, "see")

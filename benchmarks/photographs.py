@@ -25,7 +25,8 @@ from PIL import Image
 
 from benchmarks.peers import BenchmarkSet
 from densefeed.pipelines.ffcv import FfcvSource
-from densefeed.storage.beton import JPEG, Beton
+from densefeed.storage.beton import Beton
+from densefeed.storage.beton_format import JPEG
 from densefeed.storage.geometry import WHOLE
 from densefeed.storage.images import Images
 from densefeed.storage.score_maps import ScoreMaps, ScoreMapStore, ScoreMapWriter, StoreHeader

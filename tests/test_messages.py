@@ -16,7 +16,6 @@ from densefeed.system import errors
 from densefeed.system.commands import COMMANDS
 from densefeed.system.errors import install_extra
 from densefeed.system.options import flag, hints, leaf_name, metadata
-from densefeed.tools import score_maps
 from densefeed.training.config import Config
 
 from .test_layout import PACKAGE, SOURCES, module_name, reach
@@ -49,14 +48,14 @@ def read_flags(options: type) -> Iterator[str]:
 @cache
 def command_options(name: str) -> frozenset[str]:
     """Return the options of a command."""
-    if name == "score-maps":
-        parts = [inspect.signature(part).parameters for part in score_maps.COMMANDS.values()]
-        return frozenset(flag(one) for part in parts for one in part)
     if name in ("train", "advise"):
         # Its sections have the classes of the objectives' options, registered by now.
         sections = [getattr(Config(), field.name) for field in dataclasses.fields(Config)]
         return frozenset(option for one in sections for option in read_flags(type(one)))
     module = import_module(f"densefeed.{COMMANDS[name]}")
+    if parts := getattr(module, "COMMANDS", None):
+        signatures = [inspect.signature(part).parameters for part in parts.values()]
+        return frozenset(flag(one) for signature in signatures for one in signature)
     found = inspect.getclosurevars(module.command).nonlocals.get("options")
     return frozenset(read_flags(found)) if found else frozenset()
 

@@ -9,7 +9,8 @@ from densefeed import native
 from densefeed.pipelines.batch import ScoreMapSpec
 from densefeed.pipelines.folder import StoreMaps, score_map_spec
 from densefeed.pipelines.loader import Encoded
-from densefeed.storage.beton import MAP_FIELDS, Beton, name_classes, open_matching
+from densefeed.storage.beton import Beton, open_matching
+from densefeed.storage.beton_format import MAP_FIELDS, name_classes
 from densefeed.storage.beton_images import MARK, name_images
 from densefeed.storage.dataset_names import hash_images
 from densefeed.storage.images import decode

@@ -8,7 +8,8 @@ import numpy as np
 from PIL import Image
 
 from densefeed import native
-from densefeed.storage.beton import JPEG, Beton, is_beton, name_classes, open_matching
+from densefeed.storage.beton import Beton, is_beton, open_matching
+from densefeed.storage.beton_format import JPEG, name_classes
 from densefeed.storage.dataset_items import DatasetItems
 from densefeed.storage.images import (
     SIZED_FILES,

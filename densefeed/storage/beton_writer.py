@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from densefeed.storage.beton import (
+from densefeed.storage.beton import CHUNK, close_all
+from densefeed.storage.beton_format import (
     ALIGN,
     ALLOCATION,
-    CHUNK,
     FIELD,
     HEADER,
     INT,
@@ -28,7 +28,6 @@ from densefeed.storage.beton import (
     VERSION,
     Field,
     arrays_crc,
-    close_all,
     describe_field,
     metadata_dtype,
     notes_place,

@@ -33,7 +33,8 @@ from pathlib import Path
 
 import numpy as np
 
-from densefeed.storage.beton import Extents, front_ranges
+from densefeed.storage.beton import Extents
+from densefeed.storage.beton_format import front_ranges
 from densefeed.system.errors import UserError
 from densefeed.system.files import (
     is_irregular,

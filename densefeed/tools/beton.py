@@ -12,14 +12,15 @@ if not __package__:
 
 import tyro
 
-from densefeed.storage.beton import verify_files
+from densefeed.storage.beton_verify import verify_files
 from densefeed.system.errors import run
+
+COMMANDS = {"verify": verify_files}
 
 
 def command() -> None:
     """Run `densefeed beton`."""
-    commands = {"verify": verify_files}
-    run(lambda: tyro.extras.subcommand_cli_from_dict(commands, description=__doc__))
+    run(lambda: tyro.extras.subcommand_cli_from_dict(COMMANDS, description=__doc__))
 
 
 if __name__ == "__main__":

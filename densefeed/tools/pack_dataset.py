@@ -54,7 +54,7 @@ from PIL import Image
 from densefeed import native
 from densefeed.pipelines.folder import score_map_spec
 from densefeed.storage import indexed_jpeg
-from densefeed.storage.beton import JPEG, PAGE, PLANES, RAW, map_arrays, map_fields
+from densefeed.storage.beton_format import JPEG, PAGE, PLANES, RAW, map_arrays, map_fields
 from densefeed.storage.beton_images import open_images
 from densefeed.storage.beton_writer import FAILED, PACKED, BetonWriter, Sample
 from densefeed.storage.dataset_names import (

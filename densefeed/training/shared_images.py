@@ -13,7 +13,8 @@ from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.loader import Source
 from densefeed.pipelines.open import DataOptions
-from densefeed.storage.beton import JPEG, PLANES, RAW, Beton
+from densefeed.storage.beton import Beton
+from densefeed.storage.beton_format import JPEG, PLANES, RAW
 from densefeed.storage.images import Images, decode, sample_evenly
 from densefeed.storage.indexed_jpeg import transcode
 from densefeed.system.errors import UserError

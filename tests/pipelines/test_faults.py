@@ -23,7 +23,9 @@ from densefeed.pipelines.folder import FolderSource
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.resident import ResidentMaps
 from densefeed.storage import indexed_jpeg
-from densefeed.storage.beton import Beton, map_arrays, map_fields, verify
+from densefeed.storage.beton import Beton
+from densefeed.storage.beton_format import map_arrays, map_fields
+from densefeed.storage.beton_verify import verify
 from densefeed.storage.beton_writer import BetonWriter, Sample
 from densefeed.storage.images import Images, crop_resize, decode
 from densefeed.storage.score_maps import ScoreMapStore

@@ -18,7 +18,8 @@ from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.pipelines.remote import RemoteSource
 from densefeed.storage import fetch, object_cache
-from densefeed.storage.beton import Beton, verify_files
+from densefeed.storage.beton import Beton
+from densefeed.storage.beton_verify import verify_files
 from densefeed.storage.fetch import make_local
 from densefeed.storage.images import Images
 from densefeed.storage.score_maps import ScoreMaps, ScoreMapWriter

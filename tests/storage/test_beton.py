@@ -21,8 +21,9 @@ from PIL import Image
 from densefeed import native
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.storage import beton as module
-from densefeed.storage import beton_writer
-from densefeed.storage.beton import (
+from densefeed.storage import beton_format, beton_writer
+from densefeed.storage.beton import Beton
+from densefeed.storage.beton_format import (
     ALLOCATION,
     BYTES,
     FIELD,
@@ -33,16 +34,17 @@ from densefeed.storage.beton import (
     NDARRAY,
     PAGE,
     RGB,
-    Beton,
+    SOI,
     Field,
     describe_field,
     map_arrays,
     map_fields,
     metadata_dtype,
+    notes_place,
     read_front,
-    verify,
 )
 from densefeed.storage.beton_images import BetonImages
+from densefeed.storage.beton_verify import verify, verify_files
 from densefeed.storage.beton_writer import ROW, BetonWriter, Sample
 from densefeed.storage.images import decode, limit_pixels
 from densefeed.storage.score_maps import ScoreMapWriter, row_crcs
@@ -122,7 +124,7 @@ def test_samples_round_trip(tmp_path, random_maps):
     assert beton.notes == {"densefeed": 2} | NOTES
     np.testing.assert_array_equal(beton.labels, np.arange(7) % 3)
     for n, sample in enumerate(samples):
-        assert beton.image(n) == (sample.encoded, module.JPEG)
+        assert beton.image(n) == (sample.encoded, native.JPEG)
         assert (beton.heights[n], beton.widths[n]) == (sample.height, sample.width)
     ids = np.array([5, 0, 5])
     both = beton.arrays(ids)["map"]
@@ -153,7 +155,7 @@ def test_the_extents_are_the_positions_of_the_bytes(tmp_path, random_maps):
 
 def test_samples_never_cross_a_page_and_arrays_are_aligned(tmp_path):
     """Three samples of 3 MB in pages of 8 MiB: the third must begin on the second page."""
-    noise = module.SOI + np.random.default_rng(0).bytes(2_999_999)
+    noise = SOI + np.random.default_rng(0).bytes(2_999_999)
     field = Field(NDARRAY, "x", "<f4", (3,))
     write_beton(
         tmp_path / "x.beton",
@@ -284,7 +286,7 @@ def test_every_bit_of_header_and_notes_place_is_checked(packed):
     """All bits that decide how the rest is read: header, field types, position of the notes."""
     path, _, _ = packed
     image = HEADER.itemsize
-    notes = module.notes_place(image)
+    notes = notes_place(image)
     for at in (
         *range(HEADER.itemsize),
         *(image + n * FIELD.itemsize for n in range(5)),
@@ -336,7 +338,7 @@ def test_a_file_cut_while_open_raises_an_error_and_no_signal(packed, tmp_path):
     beton = Beton(path)
     assert str(path) not in Path("/proc/self/maps").read_text()
     os.truncate(path, int(beton.images.offset[4]) + 10)
-    assert beton.image(3)[0][:2] == module.SOI
+    assert beton.image(3)[0][:2] == SOI
     for read in (lambda: beton.image(4), lambda: beton.arrays(np.array([5]))["map"]):
         with pytest.raises(
             UserError, match=r"x\.beton image [45] is gone: .* truncated or replaced while open"
@@ -867,10 +869,10 @@ def test_verify_closes_the_file_when_it_is_interrupted(packed, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module.native, "check", interrupted)
+    monkeypatch.setattr(native, "check", interrupted)
     # Its traceback, which a caller may keep, holds the open file.
     with pytest.raises(KeyboardInterrupt) as caught:
-        module.verify(packed[0], 2)
+        verify(packed[0], 2)
     opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
     assert str(packed[0].resolve()) not in opened, caught
 
@@ -894,7 +896,7 @@ def test_verify_names_every_damaged_sample(packed, tmp_path, command):
     assert f"{bad} image 6 is damaged" in done.stdout
     assert f"{cut} is truncated or corrupt" in done.stdout
     assert "bad.beton (2)" in done.stderr
-    module.verify_files((sound,))
+    verify_files((sound,))
 
 
 # ----------------------------------------------------------------------- stock ffcv
@@ -1114,8 +1116,8 @@ def rewrite(path, notes=None, dtype=None):
     """Replace the text of the notes, or the dtype of the field `map`, and correct the checksum."""
     whole = bytearray(path.read_bytes())
     end = HEADER.itemsize + FIELD.itemsize * int(np.frombuffer(whole, HEADER, 1)["num_fields"][0])
-    place_at = module.notes_place(HEADER.itemsize)
-    place = np.frombuffer(whole, module.NOTES, 1, place_at)
+    place_at = notes_place(HEADER.itemsize)
+    place = np.frombuffer(whole, beton_format.NOTES, 1, place_at)
     at, size = int(place["at"][0]), int(place["size"][0])
     text = bytes(whole[at : at + size]) if notes is None else notes
     whole[at : at + len(text)] = text
@@ -1125,9 +1127,9 @@ def rewrite(path, notes=None, dtype=None):
         whole[dtype_at : dtype_at + 8] = len(dtype).to_bytes(8, "little")
         whole[dtype_at + 8 : dtype_at + 8 + len(dtype)] = dtype
     head = whole[:end]
-    np.frombuffer(head, module.NOTES, 1, place_at)[["size", "crc"]] = len(text), 0
+    np.frombuffer(head, beton_format.NOTES, 1, place_at)[["size", "crc"]] = len(text), 0
     crc = zlib.crc32(text, zlib.crc32(head))
-    np.frombuffer(head, module.NOTES, 1, place_at)["crc"] = crc
+    np.frombuffer(head, beton_format.NOTES, 1, place_at)["crc"] = crc
     whole[:end] = head
     path.write_bytes(whole)
 
@@ -1199,7 +1201,7 @@ def test_map_fields_of_other_shapes_are_refused(tmp_path, random_maps):
 def test_raw_images_of_too_many_pixels_are_refused(tmp_path, random_maps):
     """A sparse file holds the bytes of any size."""
     samples, _ = samples_of(random_maps, 2)
-    samples = [Sample(bytes(3 * 600), 20, 30, 0, s.arrays, module.RAW) for s in samples]
+    samples = [Sample(bytes(3 * 600), 20, 30, 0, s.arrays, native.RAW) for s in samples]
     write_beton(tmp_path / "x.beton", samples, map_fields(6, 3), NOTES)
     try:
         limit_pixels(599)

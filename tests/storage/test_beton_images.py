@@ -9,7 +9,8 @@ from PIL import Image
 
 import densefeed.train as training
 from densefeed.pipelines.ffcv import FfcvSource
-from densefeed.storage.beton import FIELD, HEADER, NOTES, Beton, notes_place
+from densefeed.storage.beton import Beton
+from densefeed.storage.beton_format import FIELD, HEADER, NOTES, notes_place
 from densefeed.storage.beton_images import BetonImages, open_images
 from densefeed.storage.images import Images, SplitOptions
 from densefeed.storage.maintenance import has_other_rows

@@ -25,7 +25,8 @@ from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.storage import datasets
-from densefeed.storage.beton import RAW, Beton
+from densefeed.storage.beton import Beton
+from densefeed.storage.beton_format import RAW
 from densefeed.storage.images import Images, crop_resize, decode
 from densefeed.system.errors import UserError
 from densefeed.tools.pack_dataset import Packing, main

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from densefeed.storage.beton import verify_files as verify_betons
+from densefeed.storage.beton_verify import verify_files as verify_betons
 from densefeed.storage.maintenance import verify_files as verify_maps
 from densefeed.system.errors import UserError
 

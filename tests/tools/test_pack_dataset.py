@@ -21,7 +21,9 @@ from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.relabel.run import Labeling, begin
 from densefeed.storage import indexed_jpeg
-from densefeed.storage.beton import JPEG, PLANES, RAW, Beton, print_list, verify, verify_files
+from densefeed.storage.beton import Beton
+from densefeed.storage.beton_format import JPEG, PLANES, RAW
+from densefeed.storage.beton_verify import print_list, verify, verify_files
 from densefeed.storage.beton_writer import BetonWriter
 from densefeed.storage.images import Images
 from densefeed.storage.score_maps import ScoreMapStore

@@ -163,7 +163,7 @@ class StepBenchmark(Output):
     # a .beton, for --loader ffcv; default: generated crops of photographs, a batch for each step
     data: Path | None = None
     cache: Path = Path("bench")  # folder for generated files, which later runs use again
-    # auto: bf16 autocast on CUDA, float32 on a CPU
+    # auto: bf16 autocast on GPUs that compute it, else fp32
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if available, else cpu
     modes: tuple[Mode, ...] = ("eager", "compiled")  # measured in the same rounds

@@ -108,6 +108,8 @@ class FusedTokenLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        # Not in place, which would save their memory, 71 MB of LV-ViT-S with 256 images and 21,841
+        # classes: a loop may go through this graph again (retain_graph).
         # The other seven arguments, the targets and how to compute, are constants.
         saved = zip(ctx.saved_tensors, ctx.wanted, strict=True)
         return *(made * grad if wanted else None for made, wanted in saved), *(None,) * 7

@@ -37,9 +37,9 @@ AHEAD = 3
 # Samples whose random numbers are drawn at once. Decoding and steps displace numpy's code from the
 # caches, and loading it again takes longer than the computation.
 DRAWN = 2048
-# Batches that are drawn before the first is submitted: `_plan` fetches one ahead. Twice as many
-# follow each time, up to DRAWN samples.
-FIRST = 2
+# Samples that are drawn before the first batch is submitted, at least a batch. Twice as many follow
+# each time, up to DRAWN.
+FIRST = 512
 # Score maps of small batches are allocated together, in blocks of at most this many bytes: a block
 # takes Python 0.3 ms. Larger ones would not stay in the caches.
 BLOCK = 4 << 20
@@ -446,7 +446,7 @@ class ThreadedLoader:
         source, plan, size = self.source, self.plan, self._size
         shard, many = plan.rank_rows(epoch), max(1, DRAWN // size)
         batches = len(shard.index)
-        bounds, count = [start], min(FIRST, many)
+        bounds, count = [start], min(max(1, FIRST // size), many)
         while bounds[-1] < batches:
             bounds.append(min(bounds[-1] + count, batches))
             count = min(2 * count, many)
@@ -494,14 +494,14 @@ class ThreadedLoader:
     ) -> Iterator[tuple[Batch, Encoded, _Maps | None]]:
         """Plan the crops of batches from `start` on; yield the arguments of `_submit`.
 
-        `fetched` holds what is being fetched. There is one more than is needed: the files of a
-        folder are read while earlier ones are decoded.
+        `fetched` holds what is being fetched. After the first batch there is one more than is
+        needed: the files of a folder are read while earlier ones are decoded.
         """
         step, runs = start, self.plan.runs(epoch, start)
         for planned in chain(self._fetch(epoch, start, prepare), [None]):
             if planned:
                 fetched.append(planned)
-            if not fetched or (planned and len(fetched) == 1):
+            if not fetched or (planned and len(fetched) == 1 and step > start):
                 continue
             batch = self._crop(epoch, step, fetched[0])
             for run in next(runs):

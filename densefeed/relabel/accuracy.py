@@ -60,12 +60,9 @@ def mean_over_cells(
 def print_accuracy(store: ScoreMapStore, caveat: str = "") -> None:
     """Print the accuracy of stored maps and what such maps were worth in trainings.
 
-    Nothing is printed of images without labels, which a dataset of masks stores as class 0.
     `caveat` is a line about this accuracy; it stands between the two.
     The figures are those of docs/results/quickstart.md and docs/results/photographs.md.
     """
-    if store.header.num_classes > 1 and not store.labels.any():
-        return
     accuracy = measure_accuracy(store)
     # The audit's is that of the highest mean probability.
     mean = "probability" if store.header.absent == "background" else "logit"

@@ -319,11 +319,14 @@ def read_timm(root: Path, dataset: str, split: str) -> TimmDataset:
         raise UserError(
             f"--dataset {dataset} needs a missing package ({error}); pip install datasets"
         ) from error
+    # A full disk, or no memory, has a remedy of its own.
+    except (UserError, OSError, MemoryError):
+        raise
     # Hugging Face and timm have errors of many types, as ValueError for a split that is not there.
     except Exception as error:
-        problem = f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
         raise UserError(
-            f"--dataset {dataset} cannot be read ({problem}); check the name, and --split {split}"
+            f"--dataset {dataset} cannot be read as split {split} ({type(error).__name__}, "
+            f"{first_line(error)}); check the name, and which splits the dataset has"
         ) from error
     where = f"--dataset {dataset}, row"
     given = [check_label(reader[i][1], f"{where} {i}") for i in range(len(paths))]

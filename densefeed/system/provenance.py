@@ -52,10 +52,10 @@ def commit() -> str:
         ).stdout.strip()
 
     fallback = os.environ.get("DENSEFEED_COMMIT", "unknown")
-    # An installed package may lie below a repository of the user, whose commit git would give.
-    if not (ROOT / "pyproject.toml").exists():
-        return fallback
     try:
+        # An installed package may lie in a repository of the user, whose commit git would give.
+        if Path(git("rev-parse", "--show-toplevel")) != ROOT:
+            return fallback
         # Every measurement adds a row to the results, so they alone do not make a checkout dirty.
         dirty = git("status", "--porcelain", "--", ".", f":!{RESULTS}")
         return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if dirty else "")

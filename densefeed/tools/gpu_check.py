@@ -413,9 +413,12 @@ class GpuCheck(Options):
                 raise UserError(f"--{name} {folder} is not a folder; give one, or leave it out")
 
     def chooses(self, stage: Stage) -> bool:
-        """Return whether a stage is to run."""
+        """Return whether a stage is to run: it was named, or makes what such a stage reads."""
         named = not self.only or {stage.name, stage.group} & {*self.only}
-        return bool(named) and self._can_run(stage)
+        needed = stage.makes and any(
+            stage.makes in one.words and self.chooses(one) for one in STAGES if one is not stage
+        )
+        return bool(named or needed) and self._can_run(stage)
 
     def _can_run(self, stage: Stage) -> bool:
         """Return whether a stage has the folder that it needs."""
@@ -502,6 +505,8 @@ def list_words(stage: Stage, check: GpuCheck, places: dict[str, str]) -> list[st
     found: list[str] = []
     for word in words:
         if word == "{wheels}":
+            # pip leaves what is there, perhaps a part of a package, as it is.
+            shutil.rmtree(Path(places["work"], "site"), ignore_errors=True)
             found += unpack_wheels(check.wheels, Path(places["work"], "wheels"))
         else:
             found.append(word.format(**places))
@@ -540,7 +545,10 @@ def run_stage(stage: Stage, check: GpuCheck, seconds: float) -> dict:
     if stage.makes and Path(stage.makes.format(**places)).exists():
         print(f"{stage.name}: {stage.makes.format(**places)} exists")
         return {"state": "done", "seconds": 0.0, "rows": [], "last": []}
-    words = [sys.executable, "-m", *list_words(stage, check, places)]
+    try:
+        words = [sys.executable, "-m", *list_words(stage, check, places)]
+    except UserError as error:
+        return {"state": "failed", "seconds": 0.0, "rows": [], "last": [str(error)]}
     # Benchmarks and trainings make no folders above their own.
     Path(places["work"]).mkdir(parents=True, exist_ok=True)
     settings = dict(word.split("=") for word in stage.settings.split())

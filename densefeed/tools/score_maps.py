@@ -43,7 +43,9 @@ def fetch_store(url: Location, out: Path, /) -> None:
         raise UserError(f"{url} is not a URL; name s3://BUCKET/FOLDER, and a folder for the copy")
     store = fetch(url, out)
     print(summary(store))
-    print_accuracy(store)
+    # Images with masks have no labels, and all are stored as those of class 0.
+    if store.labels.any():
+        print_accuracy(store)
 
 
 COMMANDS = {

@@ -41,10 +41,7 @@ def describe_nonfinite(metrics: Any) -> str:
     """Say how many evaluated images have outputs that are not finite; "" if none has."""
     if not metrics.nonfinite:
         return ""
-    return (
-        f"the outputs of {metrics.nonfinite:,} of {metrics.images:,} images are not finite; "
-        "these images count as wrong"
-    )
+    return f"the outputs of {metrics.nonfinite:,} of {metrics.images:,} images are not finite"
 
 
 @torch.inference_mode()

@@ -77,8 +77,10 @@ def test_crops_are_those_of_the_plan_however_many_are_drawn_at_once(beton, monke
         np.testing.assert_array_equal(batch.view.numpy(), crop_views(*crops, *sides))
 
 
-def test_little_is_drawn_and_located_before_the_first_batch(beton, monkeypatch):
-    """Of 11 samples in batches of 1: its own, and of the batch that is fetched ahead; then more."""
+@pytest.mark.parametrize("first", [1, 3])
+def test_little_is_drawn_and_located_before_the_first_batch(beton, monkeypatch, first):
+    """Of 11 samples in batches of 1: FIRST, and before the second batch twice as many more."""
+    monkeypatch.setattr(loader_module, "FIRST", first)
     source, drawn, located = FfcvSource(beton), [], []
     reader = loader(source, batch=1)
     draw, locate, submit = EpochPlan.crop_draws, source.map_parts, reader._submit
@@ -101,9 +103,9 @@ def test_little_is_drawn_and_located_before_the_first_batch(beton, monkeypatch):
     monkeypatch.setattr(reader, "_submit", record_submit)
     batches = reader.batches(0)
     next(batches)
-    # Three batches are ahead of the first that is yielded.
-    assert submitted[:2] == [(2, 2), (6, 6)]
-    assert (sum(drawn), sum(located)) == (6, 6)
+    # The first batch is submitted before the second is fetched, later ones after one more.
+    numbers = {1: [1, 3, 7], 3: [3, 3, 9]}[first]
+    assert submitted == [(number, number) for number in numbers]
     assert len(list(batches)) == 10
     reader.close()
 

@@ -174,8 +174,7 @@ def test_logits_that_float16_cannot_hold_are_refused(bad):
 )
 def test_outside_the_accuracy_of_maps_is_judged(monkeypatch, capsys, accuracy, said):
     monkeypatch.setattr(accuracies, "measure_accuracy", lambda store: accuracy)
-    header = SimpleNamespace(absent="tail", num_classes=2)
-    print_accuracy(SimpleNamespace(header=header, labels=np.array([0, 1])), "a caveat")
+    print_accuracy(SimpleNamespace(header=SimpleNamespace(absent="tail")), "a caveat")
     line, caveat, verdict = capsys.readouterr().out.splitlines()
     assert line.endswith(f"image labels: {100 * accuracy:.1f} %")
     assert caveat == "a caveat"

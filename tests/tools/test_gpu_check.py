@@ -125,7 +125,6 @@ def test_results_do_not_make_a_checkout_dirty(check, tmp_path, monkeypatch):
     root = tmp_path / "checkout"
     (root / "benchmarks").mkdir(parents=True)
     (root / "benchmarks" / "results.csv").touch()
-    (root / "pyproject.toml").touch()
     for module in (gpu_check, provenance):
         monkeypatch.setattr(module, "ROOT", root)
     author = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
@@ -208,12 +207,32 @@ def test_outside_a_group_is_its_stages_that_have_what_they_need(tmp_path):
         return [s.name for s in filter(GpuCheck(**options).chooses, gpu_check.STAGES)]
 
     assert names(only=("options", "kernels")) == [
-        *("kernels", "step-deit-s", "options", "nvjpeg", "tests")
+        # `quickstart`, of `recipes`, makes what `options` reads.
+        *("kernels", "quickstart", "step-deit-s", "options", "nvjpeg", "tests")
+    ]
+    assert names(only=("scene-students",), pictures=tmp_path) == [
+        *("scenes", "scene-labels", "scene-pack", "scene-pack-val", "scene-students")
     ]
     assert names(only=("dali",)) == ["dali-tests", "loaders-dali"]
     with pytest.raises(UserError, match="--only photographs needs --pictures; give that folder"):
         GpuCheck(only=("photographs",))
     assert names(only=("photographs",), pictures=tmp_path)[0] == "scenes"
+
+
+def test_outside_wheels_that_are_damaged_are_a_stage_that_failed(check, monkeypatch, capsys):
+    """They ended the call, and the stages after it did not run."""
+    (check.out.parent / "a_benchmark.py").write_text("")
+    (check.out.parent / "wheels").mkdir()
+    (check.out.parent / "wheels" / "piece").write_text("junk")
+    stages = (
+        Stage("install", 60, "pip {wheels}", "", needs="wheels"),
+        Stage("b", 60, "a_benchmark", ""),
+    )
+    monkeypatch.setattr(gpu_check, "STAGES", stages)
+    with pytest.raises(SystemExit):
+        gpu_check.main(replace(check, wheels=check.out.parent / "wheels"))
+    assert states(check.out) == {"install": "failed", "b": "done"}
+    assert "its files are not the pieces of a tar file" in capsys.readouterr().out
 
 
 def test_outside_stages_have_settings_and_what_another_call_made_is_kept(check, monkeypatch):

@@ -17,7 +17,7 @@ class NormReLU(nn.BatchNorm2d):
     """BatchNorm2d and ReLU."""
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        if not self.training:
+        if not self.training or self.running_mean.dtype != torch.float32:
             return F.relu(super().forward(x_NCHW))
         out, mean_C, var_C = NormReLUFunction.apply(x_NCHW, self.weight, self.bias, self.eps)
         self._follow(mean_C, var_C, x_NCHW.numel() // len(mean_C))

@@ -10,6 +10,7 @@ which it computes with more than 24 bits. Errors are below those of float32's ro
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 # 1 / sqrt(2), 1 / sqrt(2 pi), log2(e) / 2, and Abramowitz and Stegun's numbers.
 HALF_ROOT, DENSITY, HALF_LOG = 0.7071067811865476, 0.3989422804014327, 0.7213475204444817
@@ -18,9 +19,11 @@ A = 0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429
 
 
 class SharedGELU(nn.Module):
-    """`nn.GELU()`, computed in float32."""
+    """`nn.GELU()`, computed in float32; of float64 it is PyTorch's."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float64:
+            return F.gelu(x)
         return GELUFunction.apply(x)
 
 

@@ -1,5 +1,7 @@
 """The switch of forms of layers that are under test."""
 
+import copy
+
 import pytest
 import timm
 import torch
@@ -48,3 +50,15 @@ def test_outside_two_forms_of_a_layer_are_the_last_in_any_order(monkeypatch, nam
     use_levers(model)
     wide = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, model.image_channels - 3))
     torch.testing.assert_close(model(wide).cls, plain(x).cls, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("lever", ["norm-relu", "gelu"])
+def test_outside_a_lever_leaves_layers_of_float64_as_they_are(monkeypatch, lever):
+    """`norm-relu` failed in the update of its statistics; `gelu` computed in float32."""
+    torch.manual_seed(0)
+    plain = timm.create_model("lvvit_micro", num_classes=3).double()
+    monkeypatch.setenv("DENSEFEED_LEVERS", lever)
+    model = copy.deepcopy(plain)
+    use_levers(model)
+    x = torch.randn(2, 3, 48, 48, dtype=torch.float64)
+    assert torch.equal(model.train()(x).tokens, plain.train()(x).tokens)

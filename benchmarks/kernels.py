@@ -165,6 +165,7 @@ def list_kernels(
     for name, layer in layers.items():
         found |= products(name, N * T, layer, len(model.blocks), random)
     D, hidden = model.embed_dim, block.mlp.fc1.out_features
+    found |= products("class head", N, nn.Linear(D, benchmark.classes), 1, random)
     found |= products("token head", N * P * P, nn.Linear(D, benchmark.classes), 1, random)
     heads = block.attn.num_heads
     qkv = random(N, T, 3, heads, D // heads)

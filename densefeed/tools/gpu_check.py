@@ -13,13 +13,14 @@ curves.jsonl (the logs of all trainings); data and runs go to --work. Without a 
 environment variable DENSEFEED_COMMIT names the commit.
 
 --only takes stages and groups of stages. Three groups are half an hour on a GPU, each below ten
-minutes: `steps` (kernels and the captured step, in several forms), `recipes` (the loader, a whole
-recipe, four ways of compiling) and `options` (DeiT-S, options that few use, tests). `photographs`
-trains LV-ViT-S on photo scenes that it makes of --pictures: a folder with cutouts/CLASS/*.png,
-backgrounds/ and class_map.csv, see densefeed photo-scenes and densefeed label. `dali` measures DALI
-on the GPU, installed in --work from --wheels, if given: a folder with the pieces of a tar file of
-wheels, in the order of their names. `levers` measures the captured step with each of the forms of
-layers that are under test (densefeed/models/kernels/levers.py). `goals` has all others.
+minutes, and at most 25 in all where the files of --quickstart are there: `steps` (kernels and the
+captured step, in several forms), `recipes` (the loader, a whole recipe, four ways of compiling) and
+`options` (DeiT-S, options that few use, tests). `photographs` trains LV-ViT-S on photo scenes that
+it makes of --pictures: a folder with cutouts/CLASS/*.png, backgrounds/ and class_map.csv, see
+densefeed photo-scenes and densefeed label. `dali` measures DALI on the GPU, installed in --work
+from --wheels, if given: a folder with the pieces of a tar file of wheels, in the order of their
+names. `levers` measures the captured step with each of the forms of layers that are under test
+(densefeed/models/kernels/levers.py). `goals` has all others.
 
 The trainings of `recipes` and `options` read train.beton and val.beton of --quickstart, where
 densefeed quickstart makes them if they are missing.

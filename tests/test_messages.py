@@ -25,6 +25,7 @@ LAUNCHER = PACKAGE / "tools/gpu_check.py"
 # Options of torchrun, ray, tar, git and tyro, and of every command.
 FOREIGN = {
     *("--nproc-per-node", "--head", "--sparse", "--porcelain", "--short", "--tyro", "--help"),
+    "--show-toplevel",
     "--version",
 }
 # An option that is written out, up to its value; what an f-string inserts is "\0".

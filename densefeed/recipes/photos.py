@@ -14,7 +14,7 @@ STUDENT = dict(
     batch=24,
     lr_batch=24,
 )
-# Of segmentation and detection on the same scenes.
+# Segmentation and detection on the same scenes.
 DENSE = STUDENT | dict(
     crop_scale=(0.25, 1.0),
     epochs=3,

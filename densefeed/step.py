@@ -110,10 +110,8 @@ class Step:
                 "some networks of this training want images of four channels and others of three; "
                 "leave four-channels out of DENSEFEED_LEVERS"
             )
-        options = {
-            "warps_maps": objective.setting.labels.geometry == "published",
-            "channels": channels.pop(),
-        }
+        published = objective.setting.labels.geometry == "published"
+        options = {"warps_maps": published, "channels": channels.pop()}
         self.augmentation = Augmentation(
             loader.plan, augment, *read_colors(first), image_dtype, **options
         ).to(self._device)
@@ -122,7 +120,7 @@ class Step:
                 "this loader does not augment whole images; give --loader folder or ffcv, or "
                 "--no-augment-before-crop"
             )
-        if objective.needs_masks and self.augmentation.whole and options["warps_maps"]:
+        if objective.needs_masks and self.augmentation.whole and published:
             raise UserError(
                 "--augment-before-crop with --geometry published warps score maps, but no masks; "
                 "give --geometry aligned"

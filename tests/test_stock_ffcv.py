@@ -136,7 +136,7 @@ def ran(tmp_path_factory, random_maps, command):
     beton, data = Beton(root / "ours.beton"), bytearray((root / "ours.beton").read_bytes())
     at, size = int(beton.images.offset[4]), int(beton.images.size[4])
     data[at + size // 2 : at + size] = bytes(size - size // 2)
-    data[int(beton.offsets("map")[np.array([7])][0]) + 3] ^= 1
+    data[int(beton.offsets("map")[7]) + 3] ^= 1
     (root / "damaged.beton").write_bytes(data)
     done = command("-c", FFCV, root, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from densefeed.pipelines.batch import Batch
-from densefeed.pipelines.folder import check_row, locate_rows, map_spec, read_parts
+from densefeed.pipelines.folder import locate_rows, map_spec, read_parts
 from densefeed.pipelines.masks import SoftMasks
 from densefeed.pipelines.shapes import Grid, Shape, split_size
 from densefeed.pipelines.targets import (
@@ -188,7 +188,7 @@ class StoredLabels:
         maps, failed = read_parts(locate_rows(self._store, rows), self._spec)
         for row in rows[failed].tolist():
             # Raises the reason. A map that failed once and now reads well has none to give.
-            check_row(self._store, row)
+            self._store.checked_rows(np.array([row]))
             raise UserError(f"{self.path}: row {row} cannot be read; copy the file again")
         matrix_N23 = matrix.float()
         aligned = not matrix_N23[:, [0, 1], [1, 0]].any()

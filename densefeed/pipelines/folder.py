@@ -57,7 +57,7 @@ class StoreMaps(Source):
         return maps
 
     def check_map(self, index: int) -> None:
-        check_row(self._store, self._rows[index])
+        self._store.checked_rows(self._rows[[index]])
 
     def close(self) -> None:
         if self._store:
@@ -203,11 +203,6 @@ def read_parts(parts: native.Parts, spec: ScoreMapSpec) -> tuple[ScoreMaps, np.n
     # The native library takes 3 microseconds for a compact row, numpy 17.
     status = native.read_maps(replace(parts, to=maps, limits=spec.limits))
     return maps, status != native.OK
-
-
-def check_row(store: ScoreMapStore, row: int) -> None:
-    """Raise UserError with the reason why a row of a store cannot be used, if there is one."""
-    store.checked_rows(np.array([row]))
 
 
 def locate_rows(store: ScoreMapStore, ids: np.ndarray) -> native.Parts:

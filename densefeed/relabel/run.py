@@ -161,7 +161,7 @@ def run_labeling(
             print(f"--dry-run does not read --shard {labeling.shard}: this is the whole pass")
         return None
     # With Ray only the workers open the images.
-    has_labels = not labeling.dataset.startswith(("masks", "instances", "coco/"))
+    has_labels = labeling.dataset.partition("/")[0] not in ("masks", "instances", "coco")
     if labeling.engine == "ray":
         # Workers take the options without those of the engine.
         options = replace(labeling, engine="none", num_workers=0, gpus_per_worker=1.0)

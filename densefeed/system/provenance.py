@@ -54,7 +54,7 @@ def commit() -> str:
     fallback = os.environ.get("DENSEFEED_COMMIT", "unknown")
     try:
         # An installed package may lie in a repository of the user, whose commit git would give.
-        if Path(git("rev-parse", "--show-toplevel")) != ROOT:
+        if Path(git("rev-parse", "--show-toplevel")) != ROOT.resolve():
             return fallback
         # Every measurement adds a row to the results, so they alone do not make a checkout dirty.
         dirty = git("status", "--porcelain", "--", ".", f":!{RESULTS}")

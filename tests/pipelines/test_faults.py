@@ -366,7 +366,7 @@ def test_a_flipped_bit_in_a_packed_image_or_map_is_detected_where_used(packed, t
         int(beton.images.offset[VICTIM]),
         int(beton.images.offset[VICTIM] + beton.images.size[VICTIM]),
     )
-    map_start = int(beton.offsets("map")[np.array([VICTIM])][0])
+    map_start = int(beton.offsets("map")[VICTIM])
     for offset in [
         *rng.integers(start, end, 12).tolist(),
         end - 1,
@@ -430,7 +430,7 @@ def test_a_damaged_or_truncated_map_is_reported_and_not_the_image(
         damaged, (_, offsets) = maps, ScoreMapStore(maps).places(np.array([VICTIM]))
         message = f"{maps}: row {VICTIM} (cat/{VICTIM}.jpg) is damaged; relabel or copy it again"
     else:
-        damaged, offsets = path, Beton(path).offsets("lse")[np.array([VICTIM])][None]
+        damaged, offsets = path, Beton(path).offsets("lse")[None, [VICTIM]]
         message = (
             f"sample {VICTIM}: {path} image {VICTIM}: its arrays are damaged; pack or copy the "
         )

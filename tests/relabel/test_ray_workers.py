@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -33,6 +34,31 @@ ROOT = Path(__file__).parents[2]
 def test_options_are_refused_by_name(tmp_path, options, message):
     with pytest.raises(UserError, match=message):
         main(Labeling(data=tmp_path, out=tmp_path / "maps", teacher=("t",), **options))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "printed"),
+    [("", 1), ("masks_of_mine:make", 1), ("masks", 0), ("instances", 0), ("coco/x.json", 0)],
+)
+def test_no_accuracy_is_printed_for_datasets_without_labels(
+    tmp_path, monkeypatch, dataset, printed
+):
+    """With Ray the driver does not open the images."""
+    store, seen = SimpleNamespace(header=SimpleNamespace(fingerprint="")), []
+    for name, value in {
+        "run_on_ray": lambda *_: None,
+        "ScoreMapStore": lambda path: store,
+        "summary": lambda store: "",
+        "describe_training": lambda *_: "",
+        "print_accuracy": lambda *arguments: seen.append(arguments),
+    }.items():
+        monkeypatch.setattr(f"densefeed.relabel.run.{name}", value)
+    main(
+        Labeling(
+            data=tmp_path, out=tmp_path / "maps", teacher=("t",), engine="ray", dataset=dataset
+        )
+    )
+    assert len(seen) == printed
 
 
 # ------------------------------------------------------------------------- whole commands

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from densefeed.pipelines.batch import Batch, crop_batch
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.plan import RankRows
-from densefeed.storage.beton import MAP_FIELDS
+from densefeed.storage.beton_format import MAP_FIELDS
 from densefeed.system.errors import UserError
 
 # Length of a row of a crop table, int64: 0 sample id; 1 to 4 box in pixels (top, left, height,

@@ -75,10 +75,13 @@ def module_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
+MODULES = {module_name(path) for path in SOURCES}
+
+
 @cache
 def import_graph() -> dict[str, set[str]]:
     """The modules that each module imports, also inside functions."""
-    modules, graph = {module_name(path) for path in SOURCES} - {"densefeed"}, {}
+    modules, graph = MODULES - {"densefeed"}, {}
     for path in SOURCES:
         imported = [f"{name}." for name in modules_imported(path.read_text())]
         found = {m for m in modules if any(name.startswith(f"{m}.") for name in imported)}
@@ -135,6 +138,20 @@ def test_every_form_of_import_is_found(line):
     for wrong in ("from ..relabel import files", "import models.lvvit", "from train import train"):
         with pytest.raises(AssertionError):
             modules_imported(wrong)
+
+
+# Also in programs that a test starts as text and in the examples of the pages.
+FROM_IMPORT = re.compile(r"from (densefeed[\w.]*) import (\([^)]*\)|[\w, ]+)")
+
+
+def test_every_imported_name_exists():
+    """Also of files that run only where an optional package is installed, as examples do."""
+    files = subprocess.check_output(["git", "ls-files", "*.py", "*.md"], cwd=ROOT, text=True)
+    for path in files.split():
+        for module, names in FROM_IMPORT.findall((ROOT / path).read_text()):
+            for name in re.findall(r"(\w+)(?: as \w+)?", re.sub("#.*", "", names)):
+                found = hasattr(import_module(module), name) or f"{module}.{name}" in MODULES
+                assert found, f"{path}: {module} has no {name}"
 
 
 def test_every_config_field_is_read():

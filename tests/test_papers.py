@@ -16,7 +16,7 @@ from benchmarks.step import StepBenchmark
 from densefeed.models.meta_device import meta_device
 from densefeed.objectives import check_unused
 from densefeed.recipes import RECIPES
-from densefeed.storage.datasets import DOMAIN_CLASSES, DOMAINS
+from densefeed.storage.published_datasets import DOMAIN_CLASSES, DOMAINS
 from densefeed.tools.explain import Explanations
 from densefeed.tools.model_costs import Costs, ModelCosts, costs_by_name, measure_costs
 from densefeed.tools.pack_dataset import Packing

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from densefeed.storage import images
-from densefeed.storage.datasets import Listed, register_dataset
+from densefeed.storage.datasets import register_dataset
+from densefeed.storage.listed import Listed
 from densefeed.storage.mask_folder import UNLABELED, MaskFolder, list_masked
 from densefeed.system.errors import UserError, install_extra
 from densefeed.system.json_files import is_number, read_json

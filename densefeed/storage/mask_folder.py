@@ -23,8 +23,9 @@ from torch import Tensor
 from torchvision import tv_tensors
 
 from densefeed.storage.dataset_names import ENDINGS
-from densefeed.storage.datasets import Listed, register_dataset
+from densefeed.storage.datasets import register_dataset
 from densefeed.storage.images import decode, open_image, sample_evenly
+from densefeed.storage.listed import Listed
 from densefeed.storage.scenes import BOXES, MASKS
 from densefeed.system.errors import UserError, first_line
 from densefeed.system.files import read_lines

@@ -41,6 +41,7 @@ import numpy as np
 from numpy.random import Generator, default_rng
 from PIL import Image
 
+from densefeed.storage.class_folders import walk
 from densefeed.storage.dataset_names import (
     ENDINGS,
     check_two_classes,
@@ -48,7 +49,6 @@ from densefeed.storage.dataset_names import (
     hold_out,
     natural_key,
 )
-from densefeed.storage.datasets import walk
 from densefeed.storage.debian_packages import Package, fetch_package
 from densefeed.storage.images import (
     DecodeOptions,

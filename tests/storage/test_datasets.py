@@ -25,7 +25,7 @@ from timm.utils.misc import natural_key as timm_key
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.plan import EpochPlan
-from densefeed.storage import datasets
+from densefeed.storage import dataset_names, datasets, published_datasets
 from densefeed.storage.beton import Beton
 from densefeed.storage.beton_format import RAW
 from densefeed.storage.images import Images, crop_resize, decode
@@ -215,8 +215,8 @@ def test_domainnet_labels_are_those_of_its_lists(domain, capsys):
 
 def test_counts_of_domainnet_are_those_of_the_papers():
     """Table 6 of DHVT gives train and test of each domain; DomainNet's web page gives the sums."""
-    train, test = map(sum, zip(*datasets.DOMAINS.values(), strict=True))
-    assert (len(datasets.DOMAINS), train, test) == (6, 409_832, 176_743)
+    train, test = map(sum, zip(*published_datasets.DOMAINS.values(), strict=True))
+    assert (len(published_datasets.DOMAINS), train, test) == (6, 409_832, 176_743)
 
 
 def test_a_list_without_labels_takes_the_folders_as_classes(domain):
@@ -586,7 +586,7 @@ def test_all_endings_of_torchvision_are_read_and_others_counted(tmp_path, capsys
     touch(tmp_path, *(f"cat/1{ending}" for ending in sets.folder.IMG_EXTENSIONS), "cat/2.WebP")
     assert len(Images(tmp_path)) == 10
     assert capsys.readouterr().out == ""
-    assert set(datasets.ENDINGS) == set(sets.folder.IMG_EXTENSIONS)
+    assert set(dataset_names.ENDINGS) == set(sets.folder.IMG_EXTENSIONS)
     touch(tmp_path, "cat/1.txt", "dog/2.TXT", "cat/x.gif")
     Images(tmp_path)
     assert capsys.readouterr().out == (

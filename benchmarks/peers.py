@@ -59,7 +59,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from densefeed.pipelines.dali import probe_regions
+from densefeed.pipelines.dali_probe import probe_regions
 from densefeed.pipelines.open import DataOptions, open_dataset
 from densefeed.pipelines.plan import EpochPlan
 from densefeed.storage.beton import Beton

@@ -18,7 +18,7 @@ from PIL import Image
 
 from densefeed import native
 from densefeed import train as training
-from densefeed.pipelines import dali
+from densefeed.pipelines import dali, dali_engine, dali_pipeline, dali_probe
 from densefeed.pipelines.dali import DaliLoader
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.pipelines.folder import FolderSource
@@ -183,8 +183,8 @@ def test_whole_decode_and_slice_equals_region_decode(photos):
     box, flip = np.array([[10, 20, 200, 111], [0.5, 7.25, 30.75, 99.5]]), np.array([True, False])
     shown = []
     for regions in (True, False):
-        pipeline = dali.build(4, 1, None, regions, resize=True)
-        dali.feed(pipeline, [jpeg, jpeg], box, flip, 64)
+        pipeline = dali_pipeline.build(4, 1, None, regions, resize=True)
+        dali_pipeline.feed(pipeline, [jpeg, jpeg], box, flip, 64)
         shown.append(np.array(pipeline.outputs()[0].as_tensor()))
     np.testing.assert_array_equal(*shown)
     assert shown[0].std() > 5
@@ -282,7 +282,7 @@ def unchecked(monkeypatch):
             [fingerprint(path.read_bytes()) for path in sorted(root.rglob("*.jpg"))], np.uint64
         ).view(Known)
         monkeypatch.setattr(
-            dali._Engine,
+            dali_engine.Engine,
             "sound",
             property(lambda self: known, lambda self, value: None),
             raising=False,
@@ -297,9 +297,9 @@ def test_a_broken_pipeline_is_rebuilt_and_the_bad_sample_reported(
     photos, tmp_path, capfd, monkeypatch, unchecked
 ):
     """Samples in the runs before, with and after it are complete."""
-    build, built = dali.build, []
+    build, built = dali_pipeline.build, []
     monkeypatch.setattr(
-        dali, "build", lambda *arguments: built.append(arguments) or build(*arguments)
+        dali_engine, "build", lambda *arguments: built.append(arguments) or build(*arguments)
     )
     root = tmp_path / "images"
     for number, path in enumerate(sorted((photos / "images").rglob("*.jpg"))):
@@ -410,7 +410,7 @@ def test_runs_that_only_dali_refuses_are_decoded_natively_and_logged(
     """Unless every run fails: then DALI is at fault. It can fail when it is fed, or later, with
     runs behind it.
     """
-    feed, calls = dali.feed, []
+    feed, calls = dali_pipeline.feed, []
 
     def breaks(pipeline, jpegs, *others):
         calls.append(len(jpegs))
@@ -420,7 +420,7 @@ def test_runs_that_only_dali_refuses_are_decoded_natively_and_logged(
             jpegs = [np.zeros(100, np.uint8), *jpegs[1:]]
         feed(pipeline, jpegs, *others)
 
-    monkeypatch.setattr(dali, "feed", breaks)
+    monkeypatch.setattr(dali_engine, "feed", breaks)
     ours = epoch(FfcvSource(photos / "x.beton"), ThreadedLoader, batch=3, repeats=3)
     for broken in ({1}, {2}, {6}, {7, 8}, {8, 9}, {3, 5, 9}):
         reader = opened(FfcvSource(photos / "x.beton"), batch=3, repeats=3)
@@ -449,9 +449,9 @@ def test_a_failure_in_an_abandoned_epoch_is_ignored(photos, monkeypatch, capfd):
     failure, its samples are checked again, and the next epoch is complete.
     """
     feed, collect, decode, calls, decoded = (
-        dali.feed,
-        dali._Engine._collect,
-        dali._Engine._decode,
+        dali_pipeline.feed,
+        dali_engine.Engine._collect,
+        dali_engine.Engine._decode,
         [],
         [],
     )
@@ -467,16 +467,16 @@ def test_a_failure_in_an_abandoned_epoch_is_ignored(photos, monkeypatch, capfd):
             left.wait(60)
         collect(self)
 
-    monkeypatch.setattr(dali, "feed", breaks)
-    monkeypatch.setattr(dali._Engine, "_collect", waits)
+    monkeypatch.setattr(dali_engine, "feed", breaks)
+    monkeypatch.setattr(dali_engine.Engine, "_collect", waits)
     monkeypatch.setattr(
-        dali._Engine,
+        dali_engine.Engine,
         "_decode",
         lambda self, work, rows: decoded.append(work) or decode(self, work, rows),
     )
     want = epoch(FfcvSource(photos / "x.beton"), ThreadedLoader, batch=3, repeats=3)
     loader = opened(FfcvSource(photos / "x.beton"), batch=3, repeats=3)
-    for _ in range(dali.FAILURES + 1):
+    for _ in range(dali_engine.FAILURES + 1):
         calls.clear()
         entered.clear()
         left.clear()
@@ -547,7 +547,7 @@ def test_an_error_of_a_batch_names_its_samples(photos, monkeypatch):
     def fail(self, run, crops):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(dali._Engine, "_resample", fail)
+    monkeypatch.setattr(dali_engine.Engine, "_resample", fail)
     source = FolderSource(photos / "images", "train")
     reader = opened(source, mode="evaluate", batch=6, repeats=1)
     error = error_of(reader)
@@ -569,7 +569,7 @@ def test_an_error_that_ends_the_engine_reaches_the_consumer(photos, monkeypatch,
         monkeypatch.setattr(dali, "probe_regions", lambda device: "")
         monkeypatch.setattr(torch.cuda, "device", fail)
     else:
-        monkeypatch.setattr(dali._Engine, "_collect", fail)
+        monkeypatch.setattr(dali_engine.Engine, "_collect", fail)
     source = FolderSource(photos / "images", "train")
     device = torch.device("cuda", 0) if at == "start" else torch.device("cpu")
     reader = opened(source, mode="evaluate", batch=6, repeats=1, device=device)
@@ -585,7 +585,7 @@ def test_an_error_that_ends_the_engine_reaches_the_consumer(photos, monkeypatch,
 def test_a_hang_of_dali_is_reported_and_closing_does_not_wait_for_it(photos, monkeypatch):
     from nvidia.dali import Pipeline
 
-    monkeypatch.setattr(dali, "HUNG_POLLS", 3)
+    monkeypatch.setattr(dali_engine, "HUNG_POLLS", 3)
     outputs, released = Pipeline.outputs, threading.Event()
 
     def hang(self, *arguments):
@@ -610,17 +610,17 @@ def test_a_hang_of_dali_is_reported_and_closing_does_not_wait_for_it(photos, mon
 def test_only_one_long_call_counts_as_a_hang(photos):
     """Not several calls of the same run, nor the time between calls."""
     reader = opened(FolderSource(photos / "images", "train"))
-    engine, run = reader._engine, dali._Run(None, np.arange(1), [])
+    engine, run = reader._engine, dali_engine.Run(None, np.arange(1), [])
 
     def poll(count):
         return [engine.find_hung() for _ in range(count)]
 
     for _ in range(2):
         with engine._calling(run):
-            assert poll(dali.HUNG_POLLS) == [None] * dali.HUNG_POLLS
-    assert poll(2 * dali.HUNG_POLLS) == [None] * 2 * dali.HUNG_POLLS
+            assert poll(dali_engine.HUNG_POLLS) == [None] * dali_engine.HUNG_POLLS
+    assert poll(2 * dali_engine.HUNG_POLLS) == [None] * 2 * dali_engine.HUNG_POLLS
     with engine._calling(run):
-        assert poll(dali.HUNG_POLLS + 1)[-1] is run
+        assert poll(dali_engine.HUNG_POLLS + 1)[-1] is run
     reader.close()
 
 
@@ -651,7 +651,7 @@ def test_the_engine_uses_the_configured_device(photos, monkeypatch, index):
         monkeypatch.setattr(torch.cuda, name, Device)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"a stream of {device}")
     monkeypatch.setattr(dali, "probe_regions", lambda device: "")
-    monkeypatch.setattr(dali._Engine, "_begin", stop)
+    monkeypatch.setattr(dali_engine.Engine, "_begin", stop)
     source = FolderSource(photos / "images", "train")
     reader = opened(source, device=torch.device("cuda", index))
     assert str(error_of(reader)) == "begun"
@@ -702,10 +702,13 @@ def test_a_forked_child_exits_normally(photos, command):
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
-        (f"print('a warning'); print({dali.PROBE_RESULT!r})", ""),
+        (f"print('a warning'); print({dali_probe.PROBE_RESULT!r})", ""),
         ("pass", "ended without a result"),
-        (f"print({dali.PROBE_RESULT!r} + ' not'); print('\\0' * 99)", "ended without a result"),
-        (f"print({dali.PROBE_RESULT!r}); import sys; sys.exit(3)", "failed (exit code 3)"),
+        (
+            f"print({dali_probe.PROBE_RESULT!r} + ' not'); print('\\0' * 99)",
+            "ended without a result",
+        ),
+        (f"print({dali_probe.PROBE_RESULT!r}); import sys; sys.exit(3)", "failed (exit code 3)"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "was killed by signal 11"),
         ("raise RuntimeError('status 8')", "failed (RuntimeError: status 8)"),
         ("import sys; sys.exit(3)", "failed (exit code 3)"),
@@ -715,7 +718,7 @@ def test_a_forked_child_exits_normally(photos, command):
 def test_a_probe_can_succeed_fail_die_or_hang(code, reason):
     began = time.monotonic()
     seconds = 30 if "sleep" not in code else 1
-    assert dali.explain_failure([sys.executable, "-c", code], seconds) == reason
+    assert dali_probe.explain_failure([sys.executable, "-c", code], seconds) == reason
     assert time.monotonic() - began < 30
 
 
@@ -733,7 +736,7 @@ class EngineRecorder:
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
-        (f"print({dali.PROBE_RESULT!r})", ""),
+        (f"print({dali_probe.PROBE_RESULT!r})", ""),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "was killed by signal 11"),
         ("import time; time.sleep(60)", "did not finish within 1 s"),
         ("print('Ma\\xdfstab')", "ended without a result"),
@@ -742,19 +745,19 @@ class EngineRecorder:
 def test_where_the_probe_fails_whole_jpegs_are_decoded_and_one_line_says_why(
     photos, monkeypatch, capfd, code, reason
 ):
-    monkeypatch.setattr(dali, "probe_command", lambda device: [sys.executable, "-c", code])
-    monkeypatch.setattr(dali, "PROBE_SECONDS", 1 if "sleep" in code else 60)
-    monkeypatch.setattr(dali, "_Engine", EngineRecorder)
-    dali.probe_regions.cache_clear()
+    monkeypatch.setattr(dali_probe, "probe_command", lambda device: [sys.executable, "-c", code])
+    monkeypatch.setattr(dali_probe, "PROBE_SECONDS", 1 if "sleep" in code else 60)
+    monkeypatch.setattr(dali, "Engine", EngineRecorder)
+    dali_probe.probe_regions.cache_clear()
     try:
         # The second loader, as of a validation set, asks no child again.
         for _ in range(2):
             reader = opened(FfcvSource(photos / "x.beton"), device=torch.device("cuda", 0))
             assert reader._engine.regions == (not reason)
             reader.close()
-            monkeypatch.setattr(dali, "probe_command", None)
+            monkeypatch.setattr(dali_probe, "probe_command", None)
     finally:
-        dali.probe_regions.cache_clear()
+        dali_probe.probe_regions.cache_clear()
     lines = capfd.readouterr().out.splitlines()
     assert len(set(lines)) == 1
     what = f"whole JPEGs, as its region decoder {reason}" if reason else "regions"
@@ -790,7 +793,7 @@ def test_a_gpus_graph_passes_what_dalis_documentation_asks_for(monkeypatch, regi
     for name in ("image", "image_slice"):
         record(fn.decoders, name)
     monkeypatch.setattr(Pipeline, "build", lambda self: None)
-    dali.build(4, 2, 0, regions, resize=True)
+    dali_pipeline.build(4, 2, 0, regions, resize=True)
     decoder = "image_slice" if regions else "image"
     named = {"external_source", decoder, "reinterpret", "resize"}
     assert set(calls) == named | (set() if regions else {"slice"})
@@ -813,7 +816,7 @@ def test_a_gpus_graph_passes_what_dalis_documentation_asks_for(monkeypatch, regi
     assert {options[name].device for name in ("size", "roi_start", "roi_end")} == {"cpu"}
     # DALI's own type, of each sample; INTERP_TRIANGULAR is deprecated.
     assert (options["interp_type"].device, options["antialias"]) == ("cpu", True)
-    assert dali.dali_filters(np.array([native.BICUBIC, native.BILINEAR])).tolist() == [
+    assert dali_pipeline.dali_filters(np.array([native.BICUBIC, native.BILINEAR])).tolist() == [
         int(types.INTERP_CUBIC),
         int(types.INTERP_LINEAR),
     ]
@@ -826,9 +829,9 @@ def test_the_resize_of_a_gpus_graph_is_pillows(photos):
     boxes = np.array([[10.5, 20.25, 170.0, 150.5], [3.0, 9.0, 30.5, 40.25], [0, 0, 160, 170]])
     flips, jpegs = np.array([False, True, True]), [np.frombuffer(path.read_bytes(), np.uint8)] * 3
     kinds = {native.BILINEAR: Image.Resampling.BILINEAR, native.BICUBIC: Image.Resampling.BICUBIC}
-    pipeline = dali.build(3, 1, None, regions=True, resize=True)
+    pipeline = dali_pipeline.build(3, 1, None, regions=True, resize=True)
     for filters in (None, np.array([native.BICUBIC, native.BILINEAR, native.BICUBIC])):
-        dali.feed(pipeline, jpegs, boxes, flips, 64, filters)
+        dali_pipeline.feed(pipeline, jpegs, boxes, flips, 64, filters)
         shown = np.array(pipeline.outputs()[0].as_tensor())
         used = [native.BILINEAR] * 3 if filters is None else filters
         for got, box, flip, kind in zip(shown, boxes, flips, used, strict=True):
@@ -843,14 +846,14 @@ def test_the_resize_of_a_gpus_graph_is_pillows(photos):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only for machines without a GPU")
 def test_the_probe_runs_our_pipeline(command):
     """In a forked process: a new one takes 5 s more to import PyTorch."""
-    done = command(*dali.probe_command(0)[1:])
+    done = command(*dali_probe.probe_command(0)[1:])
     assert done.returncode
     assert "in try_regions" in done.stderr  # it found our modules
     assert "No module" not in done.stderr
 
 
 def test_the_probe_has_jpegs_of_every_kind_that_a_loader_feeds():
-    jpegs, boxes = dali.make_probe_jpegs(8)
+    jpegs, boxes = dali_probe.make_probe_jpegs(8)
     kinds = set()
     for jpeg, (top, left, height, width) in zip(jpegs, boxes.tolist(), strict=True):
         image = Image.open(io.BytesIO(jpeg.tobytes()))
@@ -864,20 +867,21 @@ def test_the_probe_has_jpegs_of_every_kind_that_a_loader_feeds():
 @needs_dali
 def test_the_probe_compares_pixels(monkeypatch):
     """On a CPU both are equal; a decoder that mirrors wrongly is detected."""
-    build = dali.build
+    build = dali_pipeline.build
     monkeypatch.setattr(
-        dali, "build", lambda run, threads, device, **how: build(run, threads, None, **how)
+        dali_probe, "build", lambda run, threads, device, **how: build(run, threads, None, **how)
     )
-    dali.try_regions(0)
+    dali_probe.try_regions(0)
     # The CPU's runs, then the GPU's.
-    feed, flips = dali.feed, iter([False] * dali.INSIDE + [True] * dali.INSIDE)
+    feed, runs = dali_pipeline.feed, dali_pipeline.INSIDE
+    flips = iter([False] * runs + [True] * runs)
     monkeypatch.setattr(
-        dali,
+        dali_probe,
         "feed",
         lambda pipe, jpegs, box, flip, *how: feed(pipe, jpegs, box, flip ^ next(flips), *how),
     )
     with pytest.raises(RuntimeError, match="its pixels differ from the CPU's by"):
-        dali.try_regions(0)
+        dali_probe.try_regions(0)
 
 
 @pytest.mark.gpu

@@ -58,6 +58,14 @@ class TargetRules(Options):
     # what lies outside map, image, crop or the data's classes: no label, or all classes alike
     outside: Literal["ignore", "uniform"] = "ignore"
 
+    def smooth(self, num_classes: int) -> tuple[float, float]:
+        """Return (1 - s + s/K, s/K): what smoothing multiplies a probability by, and then adds.
+
+        A distribution then sums to 1 + s/K, as published, and not to 1.
+        """
+        off = self.smoothing / num_classes
+        return 1 - self.smoothing + off, off
+
 
 PLAIN = TargetRules()
 
@@ -387,9 +395,7 @@ def sparse_targets(
     """
     maps = palette_maps(batch, spec, rules) if maps is None else maps
     if isinstance(maps, SlotMaps):
-        off = rules.smoothing / spec.num_classes
-        on = 1 - rules.smoothing + off
-        # on + K off is larger than 1 by smoothing / K, as published.
+        on, off = rules.smooth(spec.num_classes)
         numbers = [map_margin(spec.side, rules), EDGE, on, off, on + rules.smoothing]
         most, uniform = most_samples(batch, spec, grid, rules), rules.outside == "uniform"
         sizes = spec.num_classes, spec.max_palette, *split_grid(grid), most, uniform
@@ -408,8 +414,7 @@ def finish_targets(
     rules: TargetRules,
 ) -> SparseTargets:
     """Make targets of maps and of what `sampler` returns; see `sparse_targets`."""
-    off = rules.smoothing / spec.num_classes
-    on = 1 - rules.smoothing + off
+    on, off = rules.smooth(spec.num_classes)
     # The largest tensor, N T M. It is changed in place: each operation would write to new memory.
     value, weight = pool_map(maps.value), inside
     # The mean with 0 for samples outside is the mean of those inside times their share.
@@ -429,7 +434,6 @@ def finish_targets(
             base = base * inside + (1 - inside) / spec.num_classes
         base, extra = on * base, value if on == 1 else value.mul_(on)
     base = base + off
-    # on + K off: larger than 1 by smoothing / K, as published.
     total = torch.full_like(base, on + rules.smoothing)
     targets = SparseTargets(maps.palette, extra, base, weight * weight_N[:, None], total)
     return resolve_background(targets, spec, rules)
@@ -444,8 +448,7 @@ def resolve_background(
     """
     if spec.absent != "background":
         return targets
-    off = rules.smoothing / spec.num_classes
-    on = 1 - rules.smoothing + off
+    on, off = rules.smooth(spec.num_classes)
     known = targets.extra.sum(-1) / on
     if rules.outside == "uniform":
         # Samples outside are pooled as 0, so 1 - known has them too.

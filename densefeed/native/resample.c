@@ -578,8 +578,10 @@ static int set_axes(Sample *sample, Scratch *scratch, const Picture *picture, in
             axis[d][n] = (Axis){start, start + longest, weight, .step = longest, .room = room};
         }
         int ratio_x = plane->ratio_x, ratio_y = plane->ratio_y;
-        int smooth_y = ratio_y == 2 && ratio_x <= 2;
-        int smooth_x = ratio_x == 2 && ratio_y <= 2 && plane->extent_x > 2;
+        /* As libjpeg, which repeats samples where halved chroma is at most 2 wide. */
+        int is_wide = ratio_x == 1 || plane->extent_x > 2;
+        int smooth_y = ratio_y == 2 && ratio_x <= 2 && is_wide;
+        int smooth_x = ratio_x == 2 && ratio_y <= 2 && is_wide;
         if (n && ratio_x == plane[-1].ratio_x && ratio_y == plane[-1].ratio_y) {
             *right = right[-1], *down = down[-1];
         } else {

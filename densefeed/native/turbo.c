@@ -90,7 +90,7 @@ static int check_frame(const uint8_t *bytes, size_t length, int whole, char *mes
             continue;
         }
         if (marker == 0xD9 || size > end - at - 2) break;
-        if (marker == 0xDA && frame) {
+        if (marker == 0xDA && frame && size > 2) {
             whole |= at[4] < frame[7];
             break;
         }

@@ -14,7 +14,6 @@ from densefeed.pipelines.folder import locate_rows, map_spec, read_parts
 from densefeed.pipelines.masks import SoftMasks
 from densefeed.pipelines.shapes import Grid, Shape, split_size
 from densefeed.pipelines.targets import (
-    EDGE,
     PLAIN,
     SparseTargets,
     TargetRules,
@@ -22,6 +21,7 @@ from densefeed.pipelines.targets import (
     sparse_targets,
 )
 from densefeed.storage.dataset_items import DatasetItems, name_dataset
+from densefeed.storage.geometry import visible_boxes
 from densefeed.storage.images import Images
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.storage.selection import find_rows
@@ -248,13 +248,7 @@ def split_view(view: Tensor, count: int) -> tuple[Tensor, Tensor]:
         raise UserError(f"view {number} of the batch {fault}")
     if view.shape[2] == 6:
         return matrix, view[:, :, 3:5].permute(0, 2, 1).flip(2).flatten(1)
-    # The box around what the input's corners show, in float32 as `visible_boxes` of a loader.
-    sides, first = matrix.float().split([2, 1], 2)
-    low, high = (first[..., 0] + part.sum(2) for part in (sides.clamp(max=0), sides.clamp(min=0)))
-    shown = torch.cat([low.flip(1), high.flip(1)], 1)
-    # Beyond the image there is fill. Rounding at its edge is left, as loaders leave it.
-    inside = shown.clamp(0, 1)
-    return matrix, torch.where((shown - inside).abs() < EDGE, shown, inside)
+    return matrix, torch.from_numpy(visible_boxes(matrix.float().numpy()))
 
 
 def open_score_maps(path: str | Path, dataset: Any = None) -> StoredLabels:

@@ -22,6 +22,7 @@ from densefeed.pipelines.loader import Encoded, Source
 from densefeed.storage import instances  # noqa: F401
 from densefeed.storage.dataset_items import DatasetItems
 from densefeed.storage.images import UNDIVIDED, Images, SplitOptions, decode, sample_evenly
+from densefeed.storage.indexed_jpeg import find_damage
 from densefeed.storage.score_maps import ScoreMaps, ScoreMapStore
 from densefeed.storage.selection import find_rows
 from densefeed.system.errors import UserError, explain_os_error
@@ -175,7 +176,11 @@ class FolderSource(StoreMaps):
             return 1, 1
 
     def image(self, index: int) -> Image.Image:
-        return decode(self.images.read(index), self.where(index))
+        encoded, where = self.images.read(index), self.where(index)
+        # As the native decoder does.
+        if damage := find_damage(encoded):
+            raise UserError(f"{where} cannot be decoded ({damage}); replace or remove this file")
+        return decode(encoded, where)
 
     def _mask_row(self, index: int) -> int:
         rows = self.images.rows

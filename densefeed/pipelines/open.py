@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -377,35 +378,39 @@ def open_dataset(
         if data.val_fraction and isinstance(beside, FolderSource):
             which["whole"] = beside.images.whole
         source = open_source(Path(path), mode, score_maps, data.threads, **which)
-    plan = EpochPlan(
-        num_samples=len(source.labels),
-        batch=batch,
-        seed=seed,
-        mode=mode,
-        **choose_order(data, source, training),
-        repeats=data.repeats if training else 1,
-        rank=rank,
-        ranks=ranks,
-        microbatches=microbatches,
-        sizes=data.all_sizes if training else ((0, data.size),),
-        multi_scale=data.multi_scale if training else (),
-        buckets=make_buckets(data, source, loader) if training and data.aspects else None,
-        crop_scale=data.crop_scale,
-        hflip=data.hflip,
-        crop_pct=data.crop_pct,
-        crop_interpolation=data.crop_interpolation if training else data.eval_interpolation,
-    )
-    if training:
-        check_memory(plan)
-    if isinstance(source, RemoteSource):
-        source.check_room(plan)
-    streamed = training and maps and not data.maps_on_device
-    if masks:
-        # Soft maps can do without.
-        use = "training" if training else "validation"
-        check_masks(path, source, masks, use, optional=training and maps)
-    opened = make(source, plan, data.threads, data.on_bad_sample, streamed, device)
-    opened.with_masks = masks and training
+    with ExitStack() as stack:
+        stack.callback(source.close)
+        plan = EpochPlan(
+            num_samples=len(source.labels),
+            batch=batch,
+            seed=seed,
+            mode=mode,
+            **choose_order(data, source, training),
+            repeats=data.repeats if training else 1,
+            rank=rank,
+            ranks=ranks,
+            microbatches=microbatches,
+            sizes=data.all_sizes if training else ((0, data.size),),
+            multi_scale=data.multi_scale if training else (),
+            buckets=make_buckets(data, source, loader) if training and data.aspects else None,
+            crop_scale=data.crop_scale,
+            hflip=data.hflip,
+            crop_pct=data.crop_pct,
+            crop_interpolation=data.crop_interpolation if training else data.eval_interpolation,
+        )
+        if training:
+            check_memory(plan)
+        if isinstance(source, RemoteSource):
+            source.check_room(plan)
+        streamed = training and maps and not data.maps_on_device
+        if masks:
+            # Soft maps can do without.
+            use = "training" if training else "validation"
+            check_masks(path, source, masks, use, optional=training and maps)
+        opened = make(source, plan, data.threads, data.on_bad_sample, streamed, device)
+        opened.with_masks = masks and training
+        # Closed here only if it fails.
+        stack.pop_all()
     return opened
 
 
@@ -414,7 +419,7 @@ def check_masks(
 ) -> None:
     """Raise UserError if a source lacks the masks, or has maps of objects in place of classes.
 
-    With `optional`, all its images may be without a mask. A source that is refused is closed.
+    With `optional`, all its images may be without a mask.
     """
     if masks == "instances" and not source.instances:
         fault = (
@@ -438,7 +443,6 @@ def check_masks(
         )
     else:
         return
-    source.close()
     raise UserError(f"{path} {fault}")
 
 

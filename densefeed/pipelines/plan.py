@@ -344,8 +344,9 @@ class EpochPlan:
         h, w, found = h[first], w[first], fits[first]
         # The fallback keeps an allowed ratio: a wide image loses width, a tall one height.
         low, high = ratios
-        w = np.where(found, w, np.minimum(width_N, np.rint(height_N * high)))
-        h = np.where(found, h, np.minimum(height_N, np.rint(width_N / low)))
+        # At least a pixel: aspects may be far from those of tiny images.
+        w = np.where(found, w, np.minimum(width_N, np.rint(height_N * high)).clip(1))
+        h = np.where(found, h, np.minimum(height_N, np.rint(width_N / low)).clip(1))
         # `down` and `right` are below 1, so no box passes the last row or column.
         top = np.where(found, np.floor(down * (height_N - h + 1)), (height_N - h) // 2)
         left = np.where(found, np.floor(right * (width_N - w + 1)), (width_N - w) // 2)

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,8 +72,12 @@ class RemoteSource(FfcvSource):
         # Batches of this epoch that are requested, and those that were begun.
         self._requested, self._begun = deque[_Held](), deque[_Held]()
         self._next, self._jobs = None, {}
-        self._turn = threading.Lock()
-        super().__init__(url, maps)
+        self._turn, self._opened = threading.Lock(), ExitStack()
+        try:
+            super().__init__(url, maps)
+        except BaseException:
+            self._opened.close()
+            raise
 
     def _open(self, path: ObjectURL) -> Beton:
         files = find_remote_files(path)
@@ -82,8 +86,10 @@ class RemoteSource(FfcvSource):
             names = [file.url.name for file in files]
             check_complete(path.parent, names, list_names(path.parent)[0])
         self._copy = CachedFiles(files, self._folder, read_range)
+        self._opened.callback(self._copy.close)
         beton = Beton(self._copy.paths, [file.url for file in self._copy.files])
         self._cache = SampleCache(self._copy, beton.extents(), read_ranges)
+        self._opened.callback(self._cache.close)
         return beton
 
     @property
@@ -236,5 +242,4 @@ class RemoteSource(FfcvSource):
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
         super().close()
-        self._cache.close()
-        self._copy.close()
+        self._opened.close()

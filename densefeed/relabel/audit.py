@@ -113,7 +113,13 @@ def audit(
         # By path and not by row number: in a store of another order each map is still compared with
         # its own image, and `check_files` reports the order.
         place = {path: index for index, path in enumerate(images.paths)}
-        image_of = np.array([place.get(path, -1) for path in store.paths()])
+        # A list may name an image several times, so a row's own place comes first.
+        image_of = np.array(
+            [
+                row if images.paths[row : row + 1] == [path] else place.get(path, -1)
+                for row, path in enumerate(store.paths())
+            ]
+        )
         outcomes["images"] = check_files(store, images, image_of)
         outcomes["class names"] = check_class_names(store, images, image_of)
     if store.header.absent == "background":

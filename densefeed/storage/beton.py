@@ -33,6 +33,7 @@ from densefeed.storage.beton_format import (
     read_front,
 )
 from densefeed.storage.image_shards import check_complete, list_names
+from densefeed.storage.indexed_jpeg import find_damage
 from densefeed.storage.score_maps import ScoreMaps, find_faults
 from densefeed.system.errors import UserError
 from densefeed.system.files import name_errors
@@ -327,14 +328,14 @@ class Beton:
     def image(self, index: int) -> tuple[bytes, int]:
         """Return the stored bytes of image `index` and its mode.
 
-        Raises UserError if planes do not match their checksum, or if a JPEG does not begin as one:
-        it has no other check before it is decoded.
+        Raises UserError if planes or an indexed JPEG do not match their checksums, or if a JPEG
+        does not begin as one: without an index it has no other check before it is decoded.
         """
         stored, mode = bytearray(int(self.images.size[index])), int(self.modes[index])
         self._read_into(index, stored, self.images.offset[index])
         reason = ""
-        if mode == JPEG and stored[:2] != SOI:
-            reason = "it is not a JPEG"
+        if mode == JPEG:
+            reason = find_damage(stored) if stored[:2] == SOI else "it is not a JPEG"
         if mode == PLANES and not match_planes(memoryview(stored)):
             reason = "its planes do not match their checksum"
         if reason:

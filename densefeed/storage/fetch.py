@@ -7,6 +7,7 @@ last. So a copy that was interrupted continues, and readers never open a part of
 import fcntl
 import hashlib
 import os
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -163,8 +164,21 @@ def check_copy(out: Path, manifest: Manifest) -> None:
         theirs = read_manifest(out).header
     if theirs:
         replace(manifest.header, fingerprint=theirs.fingerprint).check_same(theirs, out)
-    if (out / PLAN).exists() or (out.exists() and not out.is_dir()):
+    if (out / PLAN).exists() or (out.exists() and not out.is_dir()) or holds_others(out):
         raise UserError(f"{out} is not a copy of a store; remove it or name another folder")
+
+
+def holds_others(out: Path) -> bool:
+    """Whether a folder without a manifest holds files that no interrupted copy leaves."""
+    if not out.is_dir() or os.path.lexists(out / MANIFEST):
+        return False
+    shards = out / SHARDS
+    if os.path.lexists(shards) and not shards.is_dir():
+        return True
+    there = [path.name for path in out.iterdir() if path.name != SHARDS]
+    there += [f"{SHARDS}/{path.name}" for path in shards.iterdir()] if shards.is_dir() else []
+    own = re.compile(rf"({SHARD_FILE.pattern}|{re.escape(MANIFEST)})(\.[0-9]+\.part)?")
+    return not all(map(own.fullmatch, there))
 
 
 def has_size(path: Path, shard: StoredShard) -> bool:

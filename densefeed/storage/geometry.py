@@ -68,15 +68,16 @@ def crop_views(
 
 
 def visible_boxes(view_N23: np.ndarray) -> np.ndarray:
-    """Compute the part of the image that crops of these Views show.
+    """Compute the box, within the image, around what the corners of the input show.
 
     Returns float32 `[N, 4]`, (top, left, bottom, right), normalized like a Window.
     """
-    # The points (x, y) that the input's corners (0, 0) and (1, 1) show. They are enough for crops,
-    # which are neither rotated nor sheared.
-    first, last = view_N23[:, :, 2], view_N23.sum(2)
-    ends = np.minimum(first, last), np.maximum(first, last)
-    return np.concatenate([end[:, ::-1] for end in ends], axis=1)
+    sides, first = view_N23[:, :, :2], view_N23[:, :, 2]
+    ends = first + np.minimum(sides, 0).sum(2), first + np.maximum(sides, 0).sum(2)
+    shown = np.concatenate([end[:, ::-1] for end in ends], axis=1)
+    # Beyond the image there is fill. Rounding at its edge is left.
+    inside = shown.clip(0, 1)
+    return np.where(abs(shown - inside) < EDGE, shown, inside)
 
 
 def teacher_window(geometry: Geometry, height: int, width: int) -> TLBR:

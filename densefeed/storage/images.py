@@ -43,6 +43,8 @@ EXIF, MOST_EXIF = b"Exif\0\0", 64
 # Pillow takes 16 bytes of memory per pixel to decode these (WebP 1.43 GB at the default limit, a
 # TIFF of one tile 1.2), for others at most 8. Half of the limit keeps every image below 1 GB.
 COSTLY_FORMATS = ("WEBP", "TIFF")
+# Pixels of padded rows that are resized at once.
+ROWS_PIXELS = 2**22
 # TIFF's tags of the size of a tile.
 TILE_WIDTH, TILE_LENGTH = 322, 323
 
@@ -349,10 +351,44 @@ def crop_resize(
     if x >= 0 and y >= 0 and x_end <= image.width and y_end <= image.height:
         cut = image.crop((x, y, x_end, y_end))
     else:
-        cut = Image.new("RGB", (x_end - x, y_end - y), fill)
-        cut.paste(image, (-x, -y))
+        # Pillow resizes the rows of a square, each by itself, and then its columns. So does this, a
+        # few rows at a time: the square around an image of 20,000 x 10 would take 1.2 GB.
+        cut = pad_rows(image, (x, y, x_end, y_end), (left, right), size, filter, fill)
+        x, left, right = 0, 0.0, float(size)
     box = left - x, top - y, right - x, bottom - y
     return np.asarray(cut.resize((size, size), filter, box))
+
+
+def pad_rows(
+    image: Image.Image,
+    frame_ltrb: tuple[int, int, int, int],
+    ends: tuple[float, float],
+    size: int,
+    filter: Image.Resampling,
+    fill: tuple[int, ...],
+) -> Image.Image:
+    """Cut out the frame (whole pixels, filled beyond the image) and resize its rows to `size`.
+
+    The result has as many rows as the frame. `ends` are the first and last coordinate across that
+    are shown of it, pixels of the image.
+    """
+    x, y, x_end, y_end = frame_ltrb
+    box = ends[0] - x, ends[1] - x
+
+    def resize(part: Image.Image) -> np.ndarray:
+        canvas = Image.new("RGB", (x_end - x, part.height), fill)
+        canvas.paste(part, (-x, 0))
+        shown = box[0], 0, box[1], part.height
+        return np.asarray(canvas.resize((size, part.height), filter, shown))
+
+    rows = np.empty((y_end - y, size, 3), np.uint8)
+    rows[:] = resize(Image.new("RGB", (1, 1), fill))
+    first, end = max(y, 0), min(y_end, image.height)
+    step = max(1, ROWS_PIXELS // (x_end - x))
+    for low in range(first, end, step):
+        high = min(low + step, end)
+        rows[low - y : high - y] = resize(image.crop((0, low, image.width, high)))
+    return Image.fromarray(rows)
 
 
 def check_jpeg(encoded: bytes, where: str) -> str:

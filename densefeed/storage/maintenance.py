@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from densefeed.storage.dataset_names import hash_images
+from densefeed.storage.dataset_names import hash_images, same_images
 from densefeed.storage.row_codecs import (
     ErrorSum,
     Form,
@@ -51,6 +51,12 @@ Chunks = Iterator[tuple[str, int, bytes]]
 # ------------------------------------------------------------------------------- conversion
 
 
+def check_form(path: Path, header: StoreHeader, form: Form) -> None:
+    """Raise UserError for compact rows in another form, which lacks what they have lost."""
+    if header.form == "compact" != form:
+        raise UserError(f"{path} is compact, which is lossy; convert the store it was made from")
+
+
 def convert(store: ScoreMapStore, out: Path, form: Form) -> ScoreMapStore:
     """Write the rows of `store` to the file `out` in another form, and return the new store.
 
@@ -59,10 +65,7 @@ def convert(store: ScoreMapStore, out: Path, form: Form) -> ScoreMapStore:
     conversion also if it is invalid), or if `store` is compact, which is lossy, and `form` is not.
     """
     header = store.header
-    if header.form == "compact" != form:
-        raise UserError(
-            f"{store.path} is compact, which is lossy; convert the store it was made from"
-        )
+    check_form(store.path, header, form)
     if header.form == form and not store.path.is_dir():
         raise UserError(f"{store.path} is {form} already; choose another --form")
     if header.form == form:
@@ -287,7 +290,7 @@ def has_other_rows(store: ScoreMapStore) -> bool | None:
     if plan.header.fingerprint != store.header.fingerprint:
         return None
     found = hash_images(store.paths(), store.labels, plan.sizes.values())
-    return found != store.header.fingerprint
+    return not same_images(found, store.header.fingerprint)
 
 
 def verify_files(files: tuple[Path, ...], /) -> None:

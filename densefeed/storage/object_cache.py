@@ -27,7 +27,7 @@ import secrets
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import groupby
 from pathlib import Path
 
@@ -96,11 +96,12 @@ class CachedFiles:
         for name in ("lock", "users", OBJECTS, "index"):
             if is_irregular(self.folder / name):
                 remove_any(self.folder / name)
-        with name_errors(self.folder):
+        with name_errors(self.folder), ExitStack() as stack:
             self._lock, self._users = (
                 open_own(self.folder / name, os.O_RDWR | os.O_CREAT, 0o600)
                 for name in ("lock", "users")
             )
+            stack.callback(self.close)
             with self.locked():
                 sums = self._read_sums()
                 if sums is None or not all(map(is_own, self.paths)):
@@ -108,6 +109,8 @@ class CachedFiles:
                 else:
                     self._mend(sums)
                 fcntl.flock(self._users, fcntl.LOCK_SH)
+            # Closed here only if it fails.
+            stack.pop_all()
 
     @contextmanager
     def locked(self) -> Iterator[None]:

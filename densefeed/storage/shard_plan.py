@@ -19,8 +19,10 @@ shards whose images are the same keep their names, and only the others are label
 
 import hashlib
 import json
+import re
 import time
 import zlib
+from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -54,6 +56,12 @@ FILE_ENDINGS = (".h5", ".hdf5")
 THREADS = 32
 # Digits of a hash in names. Of a million shards two have the same 64 bits once in 3 x 10^7 stores.
 DIGITS = 16
+# Names that workers give to files of shards, leases and parts. A folder may hold files of others,
+# such as the shards of a dataset, and only these are removed.
+OWN = re.compile(
+    r"[0-9a-f]{16}(-[0-9a-f]{16}\.h5|\.json|\.[0-9]+(\.h5)?)(\.[0-9]+)?(\.part)?"
+    r"|[0-9a-f]{32}\.part"
+)
 # Seconds over which the rate of finished shards is measured.
 RATE_SECONDS = 600.0
 
@@ -139,10 +147,14 @@ def plan_shards(images: Images, header: StoreHeader, size: int, batch: int = 0) 
     if batch:
         count, even = len(images.paths), -(-size // batch) * batch
         ranges = [range(first, min(first + even, count)) for first in range(0, count, even)]
-    shards = []
+    shards, repeats = [], Counter()
     for rows in ranges:
         own = replace(header, fingerprint=images.fingerprint(rows, SIZED_FILES))
-        name = hashlib.sha256(own.to_json().encode()).hexdigest()[:DIGITS]
+        content = own.to_json()
+        # A list may repeat the images of a whole shard.
+        text = f"{content}{repeats[content] or ''}"
+        repeats[content] += 1
+        name = hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
         shards.append(PlannedShard(name, rows, own))
     return Plan(header, size, shards, images.sample_sizes())
 
@@ -412,10 +424,10 @@ def complete(objects: Objects, plan: Plan) -> ScoreMapStore | None:
         objects.replace(MANIFEST, content)
     shards = {record_key(name) for name in names} | {record.file for record in records}
     for name in objects.list(SHARDS):
-        if f"{SHARDS}/{name}" not in shards:
+        if OWN.fullmatch(name) and f"{SHARDS}/{name}" not in shards:
             objects.remove(f"{SHARDS}/{name}")
-    objects.remove_all(PARTS)
-    objects.remove_all(LEASES)
+    objects.remove_all(PARTS, OWN)
+    objects.remove_all(LEASES, OWN)
     return ScoreMapStore(objects.root) if first and isinstance(objects, ObjectFolder) else None
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from densefeed.storage.maintenance import convert, summary
+from densefeed.storage.maintenance import check_form, convert, summary
 from densefeed.storage.row_codecs import Form
 from densefeed.storage.score_maps import (
     ScoreMapStore,
@@ -128,6 +128,8 @@ def merge_folders(folders: tuple[Path, ...], /, out: Path, form: Form | None = N
         print(summary(convert(store, out, form or store.header.form)))
         return
     plan, found = find_shards(folders)
+    if form:
+        check_form(folders[0], plan.header, form)
     target = shards_folder(out) if is_file else out
     manifest = Manifest(plan.header, tuple(found)).to_json()
     # An earlier call may have ended after this.

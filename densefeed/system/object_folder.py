@@ -6,6 +6,7 @@ S3-like storage has: ObjectStore (object_store.py) has the same ones.
 """
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -121,14 +122,18 @@ class ObjectFolder:
         """Remove a file, if it is there."""
         self._find(name).unlink(missing_ok=True)
 
-    def remove_all(self, folder: str) -> None:
-        """Remove a folder with its files, temporary ones included, and no folders in it."""
+    def remove_all(self, folder: str, names: re.Pattern[str]) -> None:
+        """Remove the files of a folder whose names match, and the folder once it is empty.
+
+        Temporary files are removed by their names too, and folders in it are not.
+        """
         path = self.root / folder
         check_own_folder(path)
         # Another process may do the same, or write a file, which then stays.
         with suppress(OSError):
             for file in path.iterdir():
-                file.unlink(missing_ok=True)
+                if names.fullmatch(file.name):
+                    file.unlink(missing_ok=True)
             path.rmdir()
 
     @contextmanager

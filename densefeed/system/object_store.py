@@ -284,10 +284,11 @@ class ObjectStore:
         url = self.root / name
         find_or_none(url, lambda store: store.delete(url.key))
 
-    def remove_all(self, folder: str) -> None:
-        """Remove the objects of a folder."""
+    def remove_all(self, folder: str, names: re.Pattern[str]) -> None:
+        """Remove the objects of a folder whose names match."""
         for name in self.list(folder):
-            self.remove(f"{folder}/{name}")
+            if names.fullmatch(name):
+                self.remove(f"{folder}/{name}")
 
     def add_file(self, path: Path, name: str, sha256: str) -> None:
         """Upload a file whose SHA-256 is given, by one atomic request, and read it back.

@@ -258,7 +258,7 @@ def prepare_image(
     try:
         encoded = images.read(index)
         warning = check_jpeg(encoded, where)
-        encoded, size, stored = encode(encoded, where, packing)
+        encoded, size, stored = encode(encoded, where, packing, room)
         mode = RAW if stored == PIXELS else JPEG
         if packing.form == "planes" and mode == JPEG:
             encoded, mode = decode_planes(encoded, room)
@@ -350,9 +350,12 @@ def list_reasons(reasons: list[str]) -> str:
     return f"{images} cannot be packed: {'; '.join(reasons[:NAMED])}{more}"
 
 
-def encode(encoded: bytes, where: str, packing: Packing) -> tuple[bytes, tuple[int, int], int]:
+def encode(
+    encoded: bytes, where: str, packing: Packing, room: int
+) -> tuple[bytes, tuple[int, int], int]:
     """Return an image's bytes as they are packed, its (height, width), and how it is stored.
 
+    Pixels of more than `room` bytes are encoded as JPEG.
     `check_jpeg` has passed it. Raises UserError if it cannot be decoded as a whole.
     """
 
@@ -370,7 +373,8 @@ def encode(encoded: bytes, where: str, packing: Packing) -> tuple[bytes, tuple[i
     if again:
         image = shrink(decode(encoded, where), packing.max_side)
         # Small images such as CIFAR's stay exact; JPEG would change their pixels.
-        if not readable and max(image.size) <= min(packing.pixels_to, MOST_SIDE):
+        is_small = max(image.size) <= min(packing.pixels_to, MOST_SIDE)
+        if not readable and is_small and 3 * image.height * image.width <= room:
             return np.asarray(image).tobytes(), (image.height, image.width), PIXELS
         buffer = io.BytesIO()
         try:

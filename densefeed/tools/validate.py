@@ -429,16 +429,24 @@ def open_whole(options: Validation, loader: str, trained: Trained, whole: Whole)
             )
         dataset = whole.dataset
     source = open_source(options, loader, dataset, divided)
-    check_masks(path, source, whole.masks)
-    names, known = source.class_names, trained.class_names
-    if (known and names != known) or len(names) != trained.model.num_classes:
+    try:
+        check_masks(path, source, whole.masks)
+        check_names(path, source.class_names, trained)
+    except UserError:
         source.close()
+        raise
+    return source
+
+
+def check_names(path: Path, names: list[str], trained: Trained) -> None:
+    """Raise UserError unless these are the names, or the number, of the network's classes."""
+    known = trained.class_names
+    if (known and names != known) or len(names) != trained.model.num_classes:
         has = f" ({list_some(known)})" if known else ""
         raise UserError(
             f"{path} has {len(names):,} classes ({list_some(names)}), and the model "
             f"{trained.model.num_classes:,}{has}; give data with the same classes in the same order"
         )
-    return source
 
 
 def main(options: Validation) -> dict:

@@ -161,6 +161,20 @@ def test_large_photographs_match_pillow_at_every_scale(photographs, index):
                 ), (ratio, size)
 
 
+@pytest.mark.parametrize("form", ["jpeg", "indexed", "planes"])
+def test_narrow_images_have_the_chroma_of_libjpeg(form):
+    """It does not smooth chroma of one or two columns, in neither direction."""
+    rng = np.random.default_rng(0)
+    for width in (1, 2, 3, 4):
+        pixels = rng.integers(0, 256, (40, width, 3), dtype=np.uint8)
+        file = encoded(Image.fromarray(pixels), subsampling="4:2:0")
+        want = np.asarray(Image.open(io.BytesIO(file))).astype(float)
+        stored = {"jpeg": lambda f: f, "indexed": indexed_jpeg.transcode, "planes": native.planes}
+        kind = native.PLANES if form == "planes" else native.JPEG
+        got = native.decode(stored[form](file), 40, width, kind)
+        assert abs(got - want).mean() < 0.1, width
+
+
 def resize_unclipped(image: Image.Image, box, size: int) -> np.ndarray:
     """Crop and resize in float32 with Pillow, and clip colors after that."""
     top, left, height, width = box

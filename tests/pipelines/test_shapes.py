@@ -296,3 +296,12 @@ def test_a_loader_that_does_not_know_sizes_is_refused(folder, monkeypatch):
     monkeypatch.delattr(FolderSource, "extents")
     with pytest.raises(UserError, match="--loader folder does not know the sizes of stored images"):
         open_dataset(DataOptions(train=folder, aspects=ASPECTS), "train", batch=2, seed=0)
+
+
+def test_crops_of_tiny_images_have_a_pixel_at_least():
+    """Whatever the aspect: a fallback of no width was taken for a damaged file."""
+    ones = np.ones(64, np.uint16)
+    tiny = plan(64, AspectBuckets((0.2, 5.0), 16, ones, ones), crop_scale=(0.08, 0.3))
+    for shape in ((16, 80), (80, 16)):
+        box, _ = tiny.crops(0, np.arange(64), ones, ones, shape=shape)
+        assert box.tolist() == [[0.0, 0.0, 1.0, 1.0]] * 64

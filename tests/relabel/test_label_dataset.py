@@ -19,6 +19,7 @@ from torchvision.transforms import v2
 
 import densefeed
 from densefeed.relabel.run import Labeling
+from densefeed.storage.maintenance import has_other_rows, verify_files
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.storage.shard_plan import PARTS, shards_folder
 from densefeed.storage.store_folder import read_manifest
@@ -210,6 +211,14 @@ def test_outside_labeling_again_labels_what_is_new(photos, teacher, tmp_path, ca
     store = densefeed.label(items, teacher, out, **how)
     assert len(before & {shard.sha256 for shard in read_manifest(out).shards}) >= 1
     check_equal(store, densefeed.label(items, teacher, tmp_path / "whole", **how))
+
+
+def test_outside_maps_of_stated_files_are_verified(photos, teacher, tmp_path):
+    """Their fingerprint also hashes the names of the files."""
+    store = densefeed.label(ImageFolder(photos), teacher, tmp_path / "maps", **HOW)
+    assert "-" in store.header.fingerprint
+    assert has_other_rows(store) is False
+    verify_files((store.path,))
 
 
 def test_outside_maps_of_a_dataset_that_changed_are_refused(photos, teacher, maps, tmp_path):

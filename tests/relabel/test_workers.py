@@ -24,6 +24,7 @@ import torch
 from PIL import Image
 
 from densefeed.relabel import workers
+from densefeed.relabel.audit import audit
 from densefeed.relabel.labeling import begin_pass
 from densefeed.relabel.teacher import Teacher
 from densefeed.relabel.workers import Share, label
@@ -72,13 +73,14 @@ def many(tmp_path_factory) -> Path:
     return root
 
 
-def begin(folder: Path, top_k: int = 2, form: str = "raw", size: int = 64):
+def begin(folder: Path | Images, top_k: int = 2, form: str = "raw", size: int = 64):
     torch.manual_seed(0)
     torch.set_num_threads(1)
     config = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4), "interpolation": "bilinear"}
     teacher = Teacher(timm.create_model("test_resnet", num_classes=2), size, "squash", config)
     options = dict(top_k=top_k, batch=4, threads=1, absent="tail", form=form)
-    return begin_pass(Images(folder), teacher, "t", **options)
+    images = folder if isinstance(folder, Images) else Images(folder)
+    return begin_pass(images, teacher, "t", **options)
 
 
 def join(folder: Path, out: Path, seconds: float = 5, images: int = SIZE, **options):
@@ -749,3 +751,39 @@ def wait_for(condition, seconds: float = 60) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+def test_outside_files_of_others_in_its_folders_stay(many, whole, tmp_path):
+    """`shards` is also a common name for the folder of a dataset's tar files."""
+    out = tmp_path / "data"
+    theirs = [out / SHARDS / "train-000000.tar", out / SHARDS / "classes.txt"]
+    theirs += [out / PARTS / "mine.txt", out / LEASES / "a.1"]
+    for path in theirs:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"mine")
+    join(many, out)
+    assert [path.read_bytes() for path in theirs] == [b"mine"] * 4
+    ours = files(out).keys() - {str(path.relative_to(out)) for path in theirs}
+    assert ours == files(whole).keys()
+
+
+def test_outside_a_list_may_repeat_its_images(many, tmp_path, capsys):
+    """As to show some more often: every shard has a name of its own, and every row its image."""
+    lines = [f"{path} {n % 2}\n" for n, path in enumerate(sorted(Images(many).paths))]
+    (tmp_path / "twice.txt").write_text("".join(lines) * 2)
+    images = Images(many, f"list/{tmp_path / 'twice.txt'}")
+    work = begin(images)
+    names = [shard.name for shard in plan_shards(images, work.header, SIZE).shards]
+    once = [shard.name for shard in plan_shards(Images(many), work.header, SIZE).shards]
+    assert len(set(names)) == len(names) > len(once)
+    store = label(work, tmp_path / "maps", shard_images=SIZE)
+    assert store.paths() == images.paths
+    parts = [tmp_path / f"part-{n}" for n in range(2)]
+    for number, out in enumerate(parts):
+        label(work, out, shard_images=SIZE, share=Share.parse(f"{number}/2"))
+    merge_folders(tuple(parts), tmp_path / "joined.h5")
+    joined = ScoreMapStore(tmp_path / "joined.h5")
+    assert joined.paths() == images.paths
+    for result in (audit(store.path, images), audit(joined.path, images)):
+        verdicts = {check.name: check.verdict for check in result.checks}
+        assert (verdicts["images"], verdicts["duplicates"]) == ("sound", "sound")

@@ -135,6 +135,12 @@ def test_what_is_no_copy_stays(many, whole, bucket, tmp_path):
     copy_store(whole, out)
     with pytest.raises(UserError, match="is not a copy of a store; remove it or name another"):
         fetch(out, shutil.copytree(whole, tmp_path / "labeled"))
+    for name in ("notes", "full"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / {"notes": SHARDS, "full": "thesis.txt"}[name]).write_bytes(b"mine")
+        with pytest.raises(UserError, match=f"{name} is not a copy of a store; remove it or name"):
+            fetch(out, tmp_path / name)
+        assert list(files(tmp_path / name).values()) == [b"mine"]
     join(many, tmp_path / "other", top_k=1)
     (tmp_path / "other" / PLAN).unlink()
     before = files(tmp_path / "other")

@@ -8,11 +8,13 @@ import pytest
 from PIL import Image
 
 import densefeed.train as training
+from densefeed import native
 from densefeed.pipelines.ffcv import FfcvSource
 from densefeed.storage.beton import Beton
 from densefeed.storage.beton_format import FIELD, HEADER, NOTES, notes_place
 from densefeed.storage.beton_images import BetonImages, open_images
 from densefeed.storage.images import Images, SplitOptions
+from densefeed.storage.indexed_jpeg import find_damage, transcode
 from densefeed.storage.maintenance import has_other_rows
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError
@@ -149,6 +151,42 @@ def test_outside_a_folder_of_shards_of_a_packed_file_is_sound(bare, teacher, tmp
         )
     )
     assert has_other_rows(ScoreMapStore(out)) is False
+
+
+def test_outside_damage_of_an_indexed_jpeg_is_found_by_all_that_read_it(folder, teacher, tmp_path):
+    """Not packed again with new checksums; libjpeg would decode most of it without a word."""
+    path = tmp_path / "damaged.beton"
+    pack(Packing(data=folder, out=path))
+    with closing(Beton(path)) as beton:
+        at, size = int(beton.images.offset[3]), int(beton.images.size[3])
+    content = bytearray(path.read_bytes())
+    content[at + size - 20] ^= 4
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="its compressed rows do not match their checksum"):
+        BetonImages(path).read(3)
+    with closing(FfcvSource(path)) as source, pytest.raises(UserError, match="compressed rows"):
+        source.image(3)
+    with pytest.raises(UserError, match="its compressed rows do not match"):
+        pack(Packing(data=path, out=tmp_path / "again.beton"))
+    with pytest.raises(UserError, match="its compressed rows do not match"):
+        label(Labeling(data=path, teacher=(str(teacher),), input_size=(32,), out=tmp_path / "m.h5"))
+
+
+@pytest.mark.parametrize("place", ["header", "rows"])
+def test_a_flipped_bit_of_an_indexed_jpeg_is_found_as_by_the_native_decoder(folder, place):
+    files = [transcode(path.read_bytes()) for path in sorted((folder / "train").glob("*/*.jpg"))]
+    rng = np.random.default_rng(0)
+    for file in files:
+        assert find_damage(file) == ""
+        header = int.from_bytes(file[12:16], "little")
+        low, high = (12, header) if place == "header" else (header, len(file) - 2)
+        changed = bytearray(file)
+        changed[int(rng.integers(low, high))] ^= 1 << int(rng.integers(8))
+        assert place[:6] in find_damage(bytes(changed))
+        with pytest.raises(native.JpegError):
+            native.check(bytes(changed), *native.probe(file))
+        assert find_damage(file[: header - 1]) == "its header does not match its checksum"
+    assert find_damage(b"") == find_damage(b"\xff\xd8\xff\xe0") == ""
 
 
 def test_outside_raw_pixels_and_sizes_of_packed_images(tmp_path):

@@ -2,6 +2,7 @@
 
 import ast
 import io
+import math
 import os
 import shutil
 import struct
@@ -15,7 +16,7 @@ from timm.data import ImageDataset
 
 from densefeed import native
 from densefeed.storage import images as images_module
-from densefeed.storage.images import Images, decode, limit_pixels
+from densefeed.storage.images import Images, crop_resize, decode, limit_pixels
 from densefeed.system.errors import UserError
 
 from ..jpeg_files import header_jpeg
@@ -305,3 +306,38 @@ def test_a_file_without_end_is_not_read(tmp_path):
         with pytest.raises(OSError, match=r"this is not a regular file"):
             images.read(index)
     assert images.fingerprint()
+
+
+@pytest.mark.parametrize("filter", [f for f in Image.Resampling if f != Image.Resampling.NEAREST])
+def test_a_padded_crop_is_that_of_the_whole_square(monkeypatch, filter):
+    """Bit by bit, though no more than a few rows of the square are in memory."""
+    rng, fill = np.random.default_rng(0), (9, 99, 199)
+    for number in range(40):
+        monkeypatch.setattr(images_module, "ROWS_PIXELS", int(rng.choice([1, 300, 2**22])))
+        width, height = (int(side) for side in rng.integers(1, 150, 2))
+        pixels = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        image, side, size = Image.fromarray(pixels), max(width, height), 1 + number
+        left, top = (width - side) / 2, (height - side) / 2
+        ends = left, top, left + side, top + side
+        (x, y), (x_end, y_end) = map(math.floor, ends[:2]), map(math.ceil, ends[2:])
+        canvas = Image.new("RGB", (x_end - x, y_end - y), fill)
+        canvas.paste(image, (-x, -y))
+        box = left - x, top - y, ends[2] - x, ends[3] - y
+        got = crop_resize(image, ends, size, filter, fill)
+        np.testing.assert_array_equal(got, np.asarray(canvas.resize((size, size), filter, box)))
+
+
+def test_a_padded_crop_of_a_long_image_takes_little_memory(monkeypatch):
+    """The square around it would have 400 million pixels."""
+    made, new = [], Image.new
+
+    def record(mode, size, *color):
+        made.append(size[0] * size[1])
+        return new(mode, size, *color)
+
+    image = Image.new("RGB", (20_000, 10), (1, 2, 3))
+    monkeypatch.setattr(Image, "new", record)
+    out = crop_resize(image, (0, -9995, 20_000, 10_005), 100, fill=(7, 8, 9))
+    assert max(made) <= images_module.ROWS_PIXELS
+    assert (out[:45] == (7, 8, 9)).all()
+    assert (out[55:] == (7, 8, 9)).all()

@@ -3,12 +3,13 @@
 import json
 import os
 import zlib
+from types import SimpleNamespace
 
 import h5py
 import numpy as np
 import pytest
 
-from densefeed.storage import maintenance
+from densefeed.storage import maintenance, shards
 from densefeed.storage.maintenance import convert, verify, verify_files
 from densefeed.storage.score_maps import ScoreMapStore, ScoreMapWriter, row_crcs
 from densefeed.system.errors import UserError
@@ -113,6 +114,16 @@ def test_invalid_conversions_are_refused(stores, tmp_path, random_maps):
 
 
 @pytest.mark.slow
+def test_a_merge_to_a_form_that_compact_rows_lack_writes_nothing(tmp_path, monkeypatch):
+    plan = SimpleNamespace(header=SimpleNamespace(form="compact"))
+    monkeypatch.setattr(shards, "find_shards", lambda folders: (plan, {}))
+    monkeypatch.setattr(shards, "check_local_rows", lambda folder: None)
+    parts = tmp_path / "one", tmp_path / "two"
+    with pytest.raises(UserError, match="one is compact, which is lossy; convert the store"):
+        shards.merge_folders(parts, out=tmp_path / "maps.h5", form="raw")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_conversion_that_is_killed_leaves_no_file(tmp_path, random_maps, command):
     """SIGKILL after 1 and 5 chunks; a complete conversion then gives the usual bytes."""
     raw = write(tmp_path / "raw.h5", random_maps(40, 4, 3, 20))

@@ -233,6 +233,15 @@ def test_pixels_are_not_kept_of_sides_that_a_beton_cannot_state(tmp_path):
         main(Packing(data=tmp_path / "data", out=tmp_path / "x.beton", pixels_to=70_000))
 
 
+def test_pixels_that_exceed_a_page_become_a_jpeg(tmp_path):
+    for label, side in (("a", 1800), ("b", 20)):
+        (tmp_path / "data/train" / label).mkdir(parents=True)
+        Image.new("RGB", (side, side)).save(tmp_path / "data/train" / label / "0.png")
+    main(Packing(data=tmp_path / "data", out=tmp_path / "x.beton", pixels_to=2000))
+    with closing(Beton(tmp_path / "x.beton")) as beton:
+        assert beton.modes.tolist() == [JPEG, RAW]
+
+
 def test_odd_files_become_rgb_jpegs_and_are_counted(folder, tmp_path, capsys):
     root = shutil.copytree(folder, tmp_path / "odd")
     smooth = Image.open(next((root / "train" / "cat").glob("*.jpg"))).copy()

@@ -35,7 +35,7 @@ from densefeed.pipelines.augment.settings import (
 from densefeed.pipelines.batch import Batch, ScoreMapSpec
 from densefeed.pipelines.loader import Encoded, Source
 from densefeed.pipelines.plan import RankRows
-from densefeed.storage.geometry import WHOLE
+from densefeed.storage.geometry import visible_boxes
 
 # N samples   H, W pixels   S side of a map in cells   k classes of a cell
 
@@ -134,11 +134,15 @@ def compose_steps(flip: bool, steps: list[Step], height: int, width: int) -> np.
 
 
 def move_views(batch: Batch, matrix_N33: np.ndarray) -> Batch:
-    """Turn Views of augmented images into those of the stored images, which are shown in full."""
+    """Turn Views of augmented images into those of the stored images.
+
+    What is shown is the box around the crop's corners in the stored image: of a crop without
+    rotation and shear exactly the crop, and zoom or shift later brings fill from beyond it.
+    """
     view, matrix = batch.view.double(), torch.from_numpy(matrix_N33)
     moved = matrix[:, :2, :2] @ view
     moved[:, :, 2] += matrix[:, :2, 2]
-    shown = torch.tensor(WHOLE, dtype=torch.float32).repeat(len(view), 1)
+    shown = torch.from_numpy(visible_boxes(moved.float().numpy()))
     return batch._replace(view=moved.float(), shown=shown)
 
 

@@ -296,7 +296,11 @@ def test_views_follow_whole_images(monkeypatch, tmp_path):
         for epoch in range(4):
             for batch in loader.batches(epoch, prepare=augmentation.whole):
                 assert not batch.axis_aligned
-                assert (batch.shown == torch.tensor([0.0, 0.0, 1.0, 1.0])).all()
+                # The box around the corners, within the image.
+                corners = torch.tensor([[0.0, 1, 0, 1], [0, 0, 1, 1], [1, 1, 1, 1]])
+                ends = (batch.view @ corners).flip(1).clamp(0, 1)
+                box = torch.cat([ends.amin(2), ends.amax(2)], 1)
+                torch.testing.assert_close(batch.shown, box, rtol=0, atol=2e-6)
                 for view, pixels in zip(batch.view.numpy(), batch.image.numpy(), strict=True):
                     x, y = np.einsum("ij,jhw->ihw", view, np.stack([u, v, np.ones_like(u)]))
                     away = np.maximum(abs(x - 0.5), abs(y - 0.5)) - 0.5
@@ -306,6 +310,41 @@ def test_views_follow_whole_images(monkeypatch, tmp_path):
                     assert abs(pixels[outside].astype(int) - FILL).max(initial=0) <= 1
                     filled += outside.sum()
     assert filled > 1000
+
+
+@pytest.mark.parametrize("moved", [{"zoom_out": 0.5}, {"shift": 12}], ids=["zoom", "shift"])
+def test_fill_that_comes_after_the_crop_has_no_label(monkeypatch, tmp_path, moved):
+    """Blue is 255 in every stored pixel, and 104 in fill. RandAugment itself changes nothing."""
+    root, spec = tmp_path / "blue", ScoreMapSpec(8, 2, 4, "tail", 2, 1.0)
+    for number in range(8):
+        path = root / "train" / "a" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (120 - 9 * number, 90), (0, 0, 255)).save(path)
+    loader, _ = opened(FolderSource(root, "train"), batch=8)
+    augment = Augment(rand_augment="rand-m9-n1", augment_before_crop=True, **moved)
+    augmentation = Augmentation(loader.plan, augment, MEAN, STD)
+    chooser = augmentation.whole._chooser
+    monkeypatch.setattr(chooser, "spec", chooser.spec._replace(probability=0.0))
+    filled = 0
+    with closing(loader):
+        for epoch in range(4):
+            batches = loader.batches(epoch, prepare=augmentation.whole)
+            for batch in augment_batches(batches, augmentation, torch.device("cpu")):
+                blue = augmentation.normalize.pixels(batch.image)[..., 2]
+                tokens = (blue < 200).unflatten(1, (8, 8)).unflatten(3, (8, 8))
+                only_fill, none = (t.all(4).all(2).flatten(1) for t in (tokens, ~tokens))
+                N = len(blue)
+                maps = {
+                    "map_logit": torch.zeros(N, 8, 8, 2).half(),
+                    "map_class": torch.tensor([0, 1]).expand(N, 8, 8, 2).to(torch.uint16),
+                    "map_lse": torch.full((N, 8, 8), 0.7).half(),
+                    "window": torch.tensor([[0.0, 0, 1, 1]]).repeat(N, 1),
+                }
+                weight = sparse_targets(batch._replace(**maps), spec, 8).weight
+                assert (weight[only_fill] < 0.5).all()
+                assert (weight[none] > 0.5).all()
+                filled += int(only_fill.sum())
+    assert filled > 50
 
 
 # ---------------------------------------------------------------- loaders

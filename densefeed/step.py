@@ -159,8 +159,9 @@ class Step:
         """Return the mean loss of a batch, float32 `[]`, without waiting after the first.
 
         The batch is one of `batches`, or one of the loader, which is copied and augmented here.
-        `model` may be wrapped. The mean over ranks is the mean over the global batch. UserError for
-        a model in evaluation mode whose tokens are needed.
+        `model` may be wrapped. The mean over ranks is the mean over the images of the global batch;
+        tokens and pixels are averaged over those of the rank that have a label. UserError for a
+        model in evaluation mode whose tokens are needed.
         """
         if batch.image.dtype == torch.uint8:
             batch = self._augment(batch)

@@ -151,7 +151,8 @@ def log_interval(
     """
     mean = monitor.mean_loss_sync(step)
     steps, seconds, waited = clock.interval(step)
-    rate = steps * run.config.optim.batch / seconds
+    # Padding takes time and does not count.
+    rate = run.loader.plan.count_images(step - steps, step) / seconds
     flops_share = mean_flops_share(shares, run.loader.plan, step, steps)
     speed = {
         "images_per_s": rate,
@@ -179,12 +180,14 @@ def save(run: Run, monitor: TrainMonitor, clock: RunClock, step: int) -> None:
     run.ranks.average(run.student.averaged)
     # The mean over ranks, so that any number of ranks can resume.
     seen = run.ranks.sum(monitor.seen.clone()) / run.ranks.size
+    skipped = count_skipped(run)
     if not run.ranks.is_first:
         return
     preprocessing = run.student.model.pretrained_cfg
     about = {
         "seen": seen,
         "skips": monitor.skips,
+        "skipped": skipped,
         "spent": clock.total().tolist(),
         "step": step,
         "config": run.config.to_dict(),
@@ -215,7 +218,7 @@ def evaluate(run: Run, step: Step, log: RunLog, done: int) -> dict:
     count = run.val.plan.num_samples
     result |= {"images": metrics.images, "unreadable": count - metrics.images}
     log.write("val", done, done / len(run.loader), result)
-    log.text = describe_accuracy(result)
+    log.text = describe_accuracy(result, rated)
     log.advance(0)
     # By the weights that commands load from it by default.
     rated = f"{rated}_ema" if f"{rated}_ema" in result else rated
@@ -223,6 +226,11 @@ def evaluate(run: Run, step: Step, log: RunLog, done: int) -> dict:
     if run.ranks.is_first and not nonfinite[rated]:
         run.kept.rate(done, result[rated])
     return result
+
+
+def count_skipped(run: Run) -> int:
+    """Count the unreadable samples of the training set, of which every rank has read a part."""
+    return int(run.ranks.sum(torch.tensor(run.loader.skipped)).item())
 
 
 def finish(run: Run, result: dict, clock: RunClock) -> dict:
@@ -236,12 +244,12 @@ def finish(run: Run, result: dict, clock: RunClock) -> dict:
         "epochs": config.optim.total_epochs,
         "seconds": round(float(seconds), 1),
         "data_wait_share": round(float(waited / seconds), 4),
-        # Samples of the training set; every rank has read a part of it.
-        "skipped": run.ranks.sum(torch.tensor(run.loader.skipped)).item(),
+        "skipped": count_skipped(run),
     }
     if run.ranks.is_first:
         write_json(config.run.out / "result.json", result)
-        print(f"{config.run.out}: {describe_result(result)}")
+        rated = find_evaluation(run.objective).rated
+        print(f"{config.run.out}: {describe_result(result, rated)}")
     return result
 
 

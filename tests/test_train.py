@@ -9,10 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from timm.layers import DropPath
 
 import densefeed.train as training
 from densefeed.models import checkpoints
 from densefeed.models.token_transformer import TokenLogits
+from densefeed.objectives import build_objective
 from densefeed.objectives.base import StepContext, step_loss
 from densefeed.pipelines.loader import ThreadedLoader
 from densefeed.pipelines.mixing import Mix
@@ -23,6 +25,7 @@ from densefeed.storage.images import Images
 from densefeed.system.errors import UserError
 from densefeed.system.options import flag, leaves, with_options
 from densefeed.training import setup
+from densefeed.training.build import build_model
 from densefeed.training.config import Config
 from densefeed.training.evaluation import Metrics
 from densefeed.training.ranks import ALONE
@@ -916,6 +919,70 @@ def test_skipped_samples_are_reported_at_the_end(folder, tmp_path, capsys):
         )
     )
     assert "; skipped 1 unreadable" in capsys.readouterr().out
+
+
+def test_skipped_samples_of_all_processes_of_a_run_are_counted(folder, tmp_path, monkeypatch):
+    """One in each of two epochs, before and after a stop; also by a run that had finished."""
+    root = shutil.copytree(folder, tmp_path / "broken")
+    victim = sorted((root / "train").glob("*/*.jpg"))[3]
+    victim.write_bytes(victim.read_bytes()[:200])
+    fields = dict(loader="folder", objective="ce", epochs=2, on_bad_sample="skip", resume="auto")
+    run = config((root, root), tmp_path / "run", **fields)
+    save = training.save
+
+    def save_and_stop(run, monitor, clock, step):
+        save(run, monitor, clock, step)
+        if step == len(run.loader):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "save", save_and_stop)
+        with pytest.raises(KeyboardInterrupt):
+            training.train(run)
+    assert training.train(run)["skipped"] == 2
+    assert training.train(run)["skipped"] == 2
+
+
+def test_a_dry_run_refuses_a_loss_that_is_not_finite(packed, tmp_path):
+    fields = dict(dry_run=True, model_kwargs=("residual_divisor=0",))
+    with pytest.raises(UserError, match="the loss of the first 2 images is nan; lower what"):
+        training.train(config(packed, tmp_path / "run", **fields))
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("in_chans=1", "in_chans is not 3, the channels of an image; remove it"),
+        ("drop_path_rate=2.0", "drop_path_rate is not from 0 to below 1; remove it"),
+        ("drop_path_rate=-1.0", "drop_path_rate is not from 0 to below 1; remove it"),
+        ("norm_groups=-1", "norm_groups is below 0; remove it"),
+    ],
+)
+def test_model_arguments_that_no_step_can_use_are_one_sentence(packed, tmp_path, word, message):
+    with pytest.raises(UserError, match=f"^--model-kwargs {message}$"):
+        training.train(config(packed, tmp_path / "run", model_kwargs=(word,), drop_path=0.1))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("swin_tiny_patch4_window7_224", ("embed_dim=24", "depths=(1,1)", "num_heads=(2,2)")),
+        ("upernet", ("backbone='swin_tiny_patch4_window7_224'", "embed_dim=24", "depths=(1,1)")),
+        # It has no stochastic depth, and no such argument.
+        ("vgg11", ()),
+    ],
+)
+def test_no_drop_path_is_none_in_any_model(name, words):
+    """timm's Swin has 0.1 unless it is told otherwise."""
+    size = 56 if name != "vgg11" else 224
+    run = with_options(Config(), model=name, model_kwargs=words, drop_path=0.0, size=size)
+    kind = "segment" if name == "upernet" else "ce"
+    run = with_options(run, objective=kind, mixtoken=False)
+    with torch.device("meta"):
+        model, spec = build_model(run.model, run.data, build_objective(run.setting), 3)
+    rates = [module.drop_prob for module in model.modules() if isinstance(module, DropPath)]
+    assert set(rates) <= {0.0}
+    assert spec.kwargs.get("drop_path_rate") == (None if name == "vgg11" else 0.0)
 
 
 def test_accuracy_is_over_the_images_that_were_evaluated(folder, tmp_path, capsys):

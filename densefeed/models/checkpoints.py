@@ -612,7 +612,7 @@ def match_heads(
     if sorted(names) == sorted(class_names):
         rows, heads = [names.index(name) for name in class_names], get_heads(weights, model)
         ordered = {
-            name: tensor[rows]
+            name: order_rows(tensor, rows)
             for name, tensor in weights.items()
             if name.rpartition(".")[0] in heads
         }
@@ -628,6 +628,17 @@ def match_heads(
             "other classes, the head begins with weights that mean nothing here"
         )
     return weights, False, "classes of its head matched with those of the data by their order"
+
+
+def order_rows(tensor: Tensor, rows: list[int]) -> Tensor:
+    """Put the rows of a head, of a detector's also behind those of the background, in this order.
+
+    A detector's head has 1 or 4 rows a class.
+    """
+    classes = len(rows) + 1
+    if len(tensor) == len(rows) or len(tensor) % classes:
+        return tensor[rows]
+    return tensor.unflatten(0, (classes, -1))[[0, *(row + 1 for row in rows)]].flatten(0, 1)
 
 
 def drop_unfit_heads(

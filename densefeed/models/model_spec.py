@@ -27,19 +27,20 @@ ARGUMENTS = (
     "embed_dims mlp_ratios num_layers layers class_token no_embed_class reg_tokens pre_norm "
     "final_norm fc_norm qk_norm init_values ls_init_value layer_scale_init_value output_stride "
     "kernel_sizes patch_norm use_rel_pos_bias use_abs_pos_emb backbone decoder_width auxiliary"
-    " samples"
+    " samples transformer_window_size transformer_grid_size transformer_partition_ratio"
 )
 # Arguments that count blocks, each of which takes a millisecond to build.
 DEPTHS = frozenset(("depth", "depths", "layers", "num_layers"))
 MAX_DEPTH = 1000
 # Arguments that divide, or are divided, when a model is built.
-POSITIVE = frozenset(
-    ("img_size", "patch_size", "embed_dim", "embed_dims", "num_heads", "mlp_ratio", "mlp_ratios")
-)
+POSITIVE = frozenset(("img_size", "patch_size", "embed_dim", "embed_dims", "num_heads"))
+POSITIVE |= {"mlp_ratio", "mlp_ratios", "transformer_window_size", "transformer_grid_size"}
+POSITIVE |= {"transformer_partition_ratio"}
 MAX_PIXELS = 4096
 # Cells along a window. Swin's table of its pairs of cells is not a weight: 8 MB at 32, 0.8 GB at
 # 100.
 MAX_WINDOW = 32
+WINDOWS = "window_size", "transformer_window_size", "transformer_grid_size"
 # For any other number: more than the classes of any data set.
 MAX_NUMBER = 2**20
 MAX_ITEMS = 64
@@ -91,6 +92,12 @@ def find_forbidden(kwargs: dict) -> str:
             return f"{name} is above {largest:,}"
         elif name in POSITIVE and any(number <= 0 for number in numbers_in(value)):
             return f"{name} is not above 0"
+        elif name == "drop_path_rate" and any(not 0 <= n < 1 for n in numbers_in(value)):
+            return f"{name} is not from 0 to below 1"
+        elif name == "in_chans" and value != 3:
+            return f"{name} is not 3, the channels of an image"
+        elif name == "norm_groups" and any(number < 0 for number in numbers_in(value)):
+            return f"{name} is below 0"
     return ""
 
 
@@ -114,7 +121,8 @@ def find_excess(name: str, value: object) -> int:
     numbers = numbers_in(value)
     if name in DEPTHS and sum(map(abs, numbers)) > MAX_DEPTH:
         return MAX_DEPTH
-    limit = {"img_size": MAX_PIXELS, "window_size": MAX_WINDOW}.get(name, MAX_NUMBER)
+    windows = dict.fromkeys(WINDOWS, MAX_WINDOW)
+    limit = ({"img_size": MAX_PIXELS} | windows).get(name, MAX_NUMBER)
     return limit if any(abs(number) > limit for number in numbers) else 0
 
 

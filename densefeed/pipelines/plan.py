@@ -181,6 +181,12 @@ class EpochPlan:
         low, middle = part * half + np.arange(half), (part + self._microbatches * half)[:, :odd]
         return np.concatenate([low, middle, self.batch - 1 - low[:, ::-1]], axis=1).ravel()
 
+    def count_images(self, first: int, end: int) -> int:
+        """Count the images of steps `first` to `end` - 1 of a training, all ranks, no padding."""
+        epochs = end // self.batches - first // self.batches
+        padding = self.batches * self.batch - self.num_samples * self._repeats
+        return (end - first) * self.batch - epochs * padding
+
     def part_weights(self, step: int) -> list[float]:
         """Weight the mean loss of each of this rank's microbatches in a step.
 

@@ -1,5 +1,6 @@
 """A recipe: a name, a base, and the options in which it differs from the base."""
 
+import shlex
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,5 +67,12 @@ def show_options(options: dict[str, Any]) -> str:
         if isinstance(value, bool):
             words.append(flag(name) if value else flag(f"no_{name}"))
         elif value is not tyro.MISSING:
-            words += [flag(name), *map(str, value if isinstance(value, tuple) else (value,))]
-    return " ".join(words)
+            words += [flag(name), *list_words(value)]
+    return shlex.join(words)
+
+
+def list_words(value: Any) -> list[str]:
+    """Return the words of a value: of pairs all numbers one after the other, as tyro reads them."""
+    if isinstance(value, tuple):
+        return [word for part in value for word in list_words(part)]
+    return [str(value)]

@@ -95,7 +95,8 @@ class Report(Options):
     boxes: Path | None = None  # true boxes of the training images, to count correct labels
     # JSON of densefeed audit --crops, to show what the cached labels cost
     audit: Path | None = None
-    # name of a JSON file in the run folders, by densefeed validate --json, whose top-1 is shown too
+    # name of a JSON file in the run folders, by densefeed validate --json, whose top-1, mIoU or box
+    # AP is shown too
     validated: str = ""
     out: Path | None = None  # the HTML to write; default: report.html in the last run's folder
 
@@ -103,7 +104,8 @@ class Report(Options):
 # Options that say where and how fast a run trains, not what it trains. The table of results leaves
 # them out.
 PLACES = {
-    *("data", "val", "dataset", "out", "score_maps", "maps_on_device", "threads", "device"),
+    *("data", "val", "dataset", "out", "score_maps", "maps_on_device", "cache", "threads"),
+    "device",
     *("resume", "loader"),
     *("microbatch", "log_every", "eval_every", "save_every", "wandb", "keep"),
 }
@@ -117,7 +119,7 @@ class RunRecord(NamedTuple):
     result: dict  # empty until the run has finished
     train: list[dict]  # training metrics, a record every log_every steps
     val: list[dict]  # evaluation metrics
-    # top-1 of the file --validated, 0 to 1; None if it was not asked for, or the run has none
+    # metric of the file --validated, 0 to 1; None if it was not asked for, or the run has none
     validated: float | None = None
 
 
@@ -139,9 +141,10 @@ def read_run(folder: Path, validated: str = "") -> RunRecord:
     if not validated or not path.exists():
         return record
     remedy = "validate the run again"
-    top1 = read_json(path, remedy).get("top1")
-    check_number(path, "top1", top1, 1, remedy)
-    return record._replace(validated=top1)
+    values = read_json(path, remedy)
+    name = next((name for name in RATED if name in values), "top1")
+    check_number(path, name, values.get(name), 1, remedy)
+    return record._replace(validated=values[name])
 
 
 @contextmanager

@@ -31,9 +31,7 @@ def model_arguments(
     # For a model without a token head of its own, `build_model` leaves it out.
     if has_tokens(options.name) or objective.needs_tokens:
         kwargs["token_head"] = objective.needs_tokens
-    # A model without stochastic depth has no such argument, so 0 leaves it out.
-    if options.drop_path:
-        kwargs["drop_path_rate"] = options.drop_path
+    kwargs["drop_path_rate"] = options.drop_path
     if taken := {"num_classes", "token_head"} & options.arguments.keys():
         raise UserError(f"--model-kwargs {min(taken)}: data and objective set it; remove it")
     # Later than --drop-path: the recipe's value, which --model-kwargs may replace.
@@ -44,6 +42,11 @@ def model_arguments(
     if objective.needs_tokens and has_tokens(options.name) and num_classes >= FUSED_FROM:
         kwargs.setdefault("fused_head", True)
     return kwargs
+
+
+def leave_out(name: str, kwargs: dict[str, object]) -> dict[str, object]:
+    """Return the arguments without one of them."""
+    return {key: value for key, value in kwargs.items() if key != name}
 
 
 def check_tokens(name: str, model: nn.Module, objective: Objective) -> None:
@@ -92,9 +95,13 @@ def build_model(
     ways = [sized, kwargs]
     if data.varies:
         ways.insert(0, sized | {"dynamic_img_size": True})
+    if not kwargs["drop_path_rate"]:
+        # A model without stochastic depth has no such argument, and one with it may default to
+        # another rate: 0.1 in Swin.
+        ways = [each for way in ways for each in (way, leave_out("drop_path_rate", way))]
     if "token_head" in kwargs and not has_tokens(name):
         # A model of one's own may bring a head; the objective adds it to others.
-        ways += [{key: way[key] for key in way if key != "token_head"} for way in ways]
+        ways += [leave_out("token_head", way) for way in ways]
     for way in ways:
         try:
             spec = checkpoints.ModelSpec(name, way)

@@ -211,7 +211,7 @@ class Config:
 # and `init` is not read again.
 FREE = {
     *("out", "loader", "data", "val", "dataset", "val_fraction", "val_seed", "score_maps"),
-    *("threads", "device", "resume", "eval_every"),
+    *("threads", "cache", "max_pixels", "device", "resume", "eval_every"),
     *("log_every", "on_bad_sample", "maps_on_device", "microbatch", "compile", "save_every"),
     *("grad_checkpointing", "keep", "wandb", "dry_run", "on_nonfinite", "init"),
 }

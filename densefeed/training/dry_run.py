@@ -42,6 +42,11 @@ def dry_run(run: Run) -> None:
     # The plan takes multiples of the repeats, and mixing needs a partner.
     images = 2 * config.data.repeats
     loss, kept, per_image = first_loss(run, images)
+    if not math.isfinite(loss):
+        raise UserError(
+            f"the loss of the first {images} images is {loss}; lower what makes the numbers of the "
+            "network large, as --model-kwargs, or give --precision fp32"
+        )
     fixed = fixed_bytes(run) + kept
     needed, free = fixed + per_image * optim.microbatch, free_memory(ranks.device)
     takes = f"{optim.microbatch} images per forward pass take about {needed / 1e9:.2f} GB"

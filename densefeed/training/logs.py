@@ -21,6 +21,7 @@ from densefeed.system.devices import CORES
 from densefeed.system.errors import UserError
 from densefeed.system.files import name_errors, open_own, open_regular, read_own, replace_file
 from densefeed.system.json_files import is_number, parse_json
+from densefeed.system.precision import Precision, choose_precision
 from densefeed.system.progress import steps_bar
 from densefeed.system.provenance import cpu_model, write_json
 from densefeed.system.terminal import print, warn
@@ -106,8 +107,8 @@ def open_board(folder: Path, step: int) -> Iterator[SummaryWriter]:
     hook, threading.excepthook = threading.excepthook, report
     try:
         with name_errors(folder):
-            # TensorBoard hides the events from `step` on, which the run will write again.
-            board = SummaryWriter(folder, purge_step=step)
+            # TensorBoard hides the events of later steps, which the run will write again.
+            board = SummaryWriter(folder, purge_step=step + 1)
         try:
             yield board
         finally:
@@ -198,7 +199,7 @@ def start_wandb(
 # ---------------------------------------------------------------- the header of a run
 
 
-def describe_environment(precision: str, ranks: Ranks) -> dict:
+def describe_environment(precision: Precision, ranks: Ranks) -> dict:
     """Describe the software and hardware environment, which a result depends on."""
     cuda = ranks.device.type == "cuda"
     return {
@@ -210,7 +211,7 @@ def describe_environment(precision: str, ranks: Ranks) -> dict:
         "device": torch.cuda.get_device_name(ranks.device) if cuda else cpu_model(),
         "ranks": ranks.size,
         "cores": CORES,
-        "precision": precision,
+        "precision": choose_precision(precision, ranks.device),
     }
 
 
@@ -246,20 +247,23 @@ def describe_run(run: Run) -> str:
     )
 
 
-def describe_accuracy(result: dict) -> str:
-    """Name the metric that rates an evaluation, and that of the EMA, if there is one."""
-    name = next(name for name in RATED if name in result)
-    average = result.get(f"{name}_ema")
+def describe_accuracy(result: dict, rated: str) -> str:
+    """Name the metric `rated` of an evaluation, and that of the EMA, if there is one."""
+    average = result.get(f"{rated}_ema")
     ema = f", EMA {100 * average:.1f} %" if average is not None else ""
-    return f"{RATED[name]} {100 * result[name]:.1f} %{ema}"
+    return f"{RATED.get(rated, rated)} {100 * result[rated]:.1f} %{ema}"
 
 
-def describe_result(result: dict) -> str:
-    """Summarize the result of a run in one line: accuracy, images it was measured on, and time."""
+def describe_result(result: dict, rated: str) -> str:
+    """Summarize the result of a run in one line: accuracy, images it was measured on, and time.
+
+    `rated` is the metric that rates it.
+    """
     images, unreadable, skipped = (result[name] for name in ("images", "unreadable", "skipped"))
     of = f" of {images + unreadable:,}" if unreadable else ""
     were = "image was" if unreadable == 1 else "images were"
     rest = f"; {unreadable:,} unreadable {were} not evaluated" if unreadable else ""
     samples = "sample" if skipped == 1 else "samples"
     rest += f"; skipped {skipped:,} unreadable training {samples}" if skipped else ""
-    return f"{describe_accuracy(result)} on {images:,}{of} images, {result['seconds']:.0f} s{rest}"
+    accuracy, seconds = describe_accuracy(result, rated), result["seconds"]
+    return f"{accuracy} on {images:,}{of} images, {seconds:.0f} s{rest}"

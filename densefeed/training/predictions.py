@@ -27,6 +27,7 @@ from densefeed.pages.templates import picture
 from densefeed.pipelines.augment.augmentation import Normalize
 from densefeed.pipelines.loader import Source
 from densefeed.pipelines.open import open_dataset
+from densefeed.storage.dataset_names import match_forms
 from densefeed.storage.instances import OBJECTS
 from densefeed.storage.mask_folder import UNLABELED
 from densefeed.system.errors import UserError
@@ -66,13 +67,15 @@ def show_predictions(config: Config, folder: Path) -> dict | None:
         trained = open_trained(folder, others=(UperNet, MaskRCNN))
         loader = open_dataset(config.data, "evaluate", batch=AT_ONCE, seed=config.run.seed)
         with closing(loader):
-            if others := set(loader.class_names) - set(trained.class_names):
+            names = match_forms(loader.class_names, trained.class_names)
+            if others := set(names) - set(trained.class_names):
                 raise UserError(
                     f"{config.data.val} has the class {min(others)}, which {trained.path} lacks; "
                     "give the validation set of the run"
                 )
-            show = segment if isinstance(trained.model, OnBackbone) else classify
-            return show(trained, loader.source, config.run.seed)
+            if isinstance(trained.model, OnBackbone):
+                return segment(trained, loader.source, config.run.seed)
+            return classify(trained, loader.source, names, config.run.seed)
     # The rest of the page is of use without them.
     except (UserError, OSError) as error:
         print(f"the report shows no predictions: {error}", file=sys.stderr)
@@ -140,15 +143,18 @@ def find_classes(trained: Trained, image: Image.Image) -> np.ndarray:
     return paint_found(describe_found(output, scale, size), size)
 
 
-def classify(trained: Trained, source: Source, seed: int) -> dict:
-    """Classify TRIED images of a source; return their number, and those that are shown."""
+def classify(trained: Trained, source: Source, names: list[str], seed: int) -> dict:
+    """Classify TRIED images of a source; return their number, and those that are shown.
+
+    `names` are those of the source's classes, each in the model's form.
+    """
     drawn = np.random.default_rng(seed).permutation(len(source.labels))[:TRIED].tolist()
     normalize, right, wrong = Normalize(trained.mean, trained.std), [], []
     for ids in bar([drawn[n : n + AT_ONCE] for n in range(0, len(drawn), AT_ONCE)], "classify"):
         inputs = [crop_input(source.image(n), trained, trained.crop_pct) for n in ids]
         logits_NL = trained.model(normalize(torch.from_numpy(np.stack(inputs))))
         for n, pixels, probability_L in zip(ids, inputs, logits_NL.softmax(-1), strict=True):
-            label = source.class_names[int(source.labels[n])]
+            label = names[int(source.labels[n])]
             found = Classified(n, pixels, label, probability_L)
             is_right = trained.class_names[int(probability_L.argmax())] == label
             (right if is_right else wrong).append(found)

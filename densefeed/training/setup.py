@@ -162,6 +162,8 @@ def setup_run(config: Config, ranks: Ranks) -> Run:
     else:
         nothing_seen = torch.zeros(2, dtype=torch.float64)
         checkpoint = {"step": 0, "seen": nothing_seen, "skips": 0, "spent": (0.0, 0.0)}
+    # Over all ranks, of which the first continues the count.
+    loader.skipped = checkpoint.get("skipped", 0) if ranks.is_first else 0
     run = Run(
         config=config,
         ranks=ranks,
@@ -315,6 +317,11 @@ def check_frozen(objective: Objective) -> None:
         raise UserError(
             "--frozen-statistics trains in evaluation mode, where a detector returns boxes and no "
             "losses; remove it"
+        )
+    if objective.needs_masks:
+        raise UserError(
+            "--frozen-statistics keeps the statistics of BatchNorm, and the decoder of a "
+            "segmentation network begins without any; remove it"
         )
     if objective.adds_network:
         raise UserError(

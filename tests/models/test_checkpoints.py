@@ -327,6 +327,30 @@ def test_heads_with_other_classes_keep_their_initial_weights_and_are_reported(tm
     assert torch.equal(features.model.pos_embed, source.pos_embed)
 
 
+def test_the_heads_of_a_detector_are_renumbered_behind_their_background():
+    """One row of scores and masks and four of boxes for the background and each class."""
+    for rows in (1, 4):
+        tensor = torch.arange(4 * rows * 2.0).reshape(4 * rows, 2)
+        want = tensor.reshape(4, rows, 2)[[0, 3, 1, 2]].reshape(4 * rows, 2)
+        assert torch.equal(checkpoints.order_rows(tensor, [2, 0, 1]), want)
+    assert checkpoints.order_rows(torch.arange(3), [2, 0, 1]).tolist() == [2, 0, 1]
+
+
+def test_a_detector_with_classes_in_another_order_keeps_its_heads(tmp_path):
+    kwargs = dict(backbone="lvvit_micro", decoder_width=16, samples=8, num_classes=3, img_size=64)
+    torch.manual_seed(0)
+    source = timm.create_model("mask_rcnn", **kwargs)
+    path = save({"model": source.state_dict(), "class_names": ["a", "b", "c"]}, tmp_path / "x.pt")
+    model = timm.create_model("mask_rcnn", **kwargs)
+    line = checkpoints.initialize(model, path, ["c", "a", "b"])
+    assert line == f"initialized from {path}; classes of its head renumbered by name"
+    order = torch.tensor([0, 3, 1, 2])
+    for name in ("cls_score", "bbox_pred"):
+        bias = f"roi_heads.box_predictor.{name}.bias"
+        new, old = (network.get_parameter(bias) for network in (model, source))
+        assert torch.equal(new.unflatten(0, (4, -1)), old.unflatten(0, (4, -1))[order])
+
+
 @pytest.mark.parametrize("key", ["class_names", "class_to_idx"])
 def test_outside_a_head_in_another_order_is_renumbered_by_name(tmp_path, key):
     source, names = build_random(num_classes=3), ["1", "10", "2"]

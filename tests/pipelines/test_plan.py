@@ -459,3 +459,11 @@ def test_storage_is_prefetched_one_window_ahead(options, start):
             range(plan.num_samples)
         )
     assert not any(EpochPlan(num_samples=1000, batch=64, seed=1, mode="train").runs(2, start))
+
+
+def test_images_are_counted_without_padding():
+    few = plan(num_samples=11, batch=4, repeats=2)
+    weights = np.concatenate([few.rank_rows(epoch).weight.sum(1) for epoch in range(3)])
+    for first in range(len(weights) + 1):
+        for end in range(first, len(weights) + 1):
+            assert few.count_images(first, end) == weights[first:end].sum()

@@ -256,6 +256,23 @@ def test_another_size_is_stored_in_the_file(runs, tmp_path, name):
     assert torch.equal(model(image), was(image))
 
 
+def test_an_exported_maxvit_is_read_again(tmp_path):
+    """timm states arguments of its windows, which are those of no other family."""
+    name, size = "maxvit_rmlp_pico_rw_256", 64
+    kwargs = {"num_classes": 3, "img_size": size, "depths": (1, 1, 1, 1), "embed_dim": (32, 32, 32, 32)}
+    torch.manual_seed(0)
+    state = {"model": timm.create_model(name, **kwargs).state_dict(), "class_names": NAMES}
+    state |= {"recipe": {"name": name, "kwargs": kwargs}, "config": {"data": {"size": size}}}
+    torch.save(state, tmp_path / "last.pt")
+    export.main(Export(checkpoint=tmp_path / "last.pt", out=tmp_path / "exported"))
+    stated = json.loads((tmp_path / "exported" / "config.json").read_text())["model_args"]
+    assert any(argument.startswith("transformer_") for argument in stated)
+    image = torch.randn(2, 3, size, size)
+    read = open_trained(tmp_path / "exported").model
+    with torch.no_grad():
+        assert torch.equal(read(image), load(tmp_path / "exported")(image))
+
+
 # ------------------------------------------------------------------------- ONNX
 
 

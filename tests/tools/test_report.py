@@ -339,6 +339,9 @@ def test_outside_what_was_validated_on_other_images_is_a_column(run_folder, tmp_
     page = (run_folder / "report.html").read_text()
     assert "<th>top-1</th><th>new</th>" in page
     assert [page.count(f'<td class="big">{x}</td>') for x in ("12.3 %", "–")] == [1, 1]
+    (other / "new.json").write_text(json.dumps({"miou": 0.4321, "images": 5}))
+    main(Report(runs=(other, run_folder), validated="new.json"))
+    assert '<td class="big">43.2 %</td>' in (run_folder / "report.html").read_text()
     (other / "new.json").write_text(json.dumps({"top1": 12.34}))
     with pytest.raises(UserError, match=r"new.json .*; validate the run again$"):
         main(Report(runs=(other, run_folder), validated="new.json"))

@@ -9,10 +9,11 @@ import densefeed.train as training
 from densefeed.objectives import METHODS, OBJECTIVES, build_objective, check_unused
 from densefeed.objectives.base import Method, Objective
 from densefeed.recipes import RECIPES
+from densefeed.recipes.recipe import show_options
 from densefeed.system.errors import UserError
 from densefeed.system.options import Options, leaves, with_options
 from densefeed.training import ranks
-from densefeed.training.config import Config, check_recipe
+from densefeed.training.config import Config, check_recipe, check_same_run
 
 NAMED = {name: recipe() for name, recipe in RECIPES.items()}
 
@@ -221,3 +222,14 @@ def test_only_rank_0_reports_a_shared_error(monkeypatch, rank, waited):
     with pytest.raises(UserError, match="of all"), ranks.raise_on_rank0():
         raise UserError("of all")
     assert slept == waited
+
+
+@pytest.mark.parametrize("fields", [dict(cache=Path("/scratch")), dict(max_pixels=10**9)])
+def test_how_data_are_read_may_change_on_resume(fields):
+    before = with_options(Config(), out=Path("run"))
+    check_same_run(with_options(before, **fields), before.to_dict())
+
+
+def test_options_of_a_recipe_are_shown_as_on_a_command_line():
+    shown = show_options({"sizes": ((0, 24), (1, 48)), "model_kwargs": ("stem=((7, 2),)",)})
+    assert shown == "--sizes 0 24 1 48 --model-kwargs 'stem=((7, 2),)'"

@@ -136,17 +136,35 @@ for step, loss in ((0, 0.515625), (1, 0.265625)):
 
 def test_the_result_says_how_many_images_were_evaluated():
     result = {"top1": 0.5, "seconds": 3.2, "images": 1059, "unreadable": 0, "skipped": 0}
-    assert describe_result(result) == "top-1 50.0 % on 1,059 images, 3 s"
-    assert describe_result(result | {"top1_ema": 0.625}).startswith("top-1 50.0 %, EMA 62.5 % on")
+    assert describe_result(result, "top1") == "top-1 50.0 % on 1,059 images, 3 s"
+    assert describe_result(result | {"top1_ema": 0.625}, "top1").startswith(
+        "top-1 50.0 %, EMA 62.5 % on"
+    )
     result |= {"images": 52, "unreadable": 7, "skipped": 3}
-    assert describe_result(result) == (
+    assert describe_result(result, "top1") == (
         "top-1 50.0 % on 52 of 59 images, 3 s; 7 unreadable images were not evaluated; skipped 3 "
         "unreadable training samples"
     )
     result |= {"unreadable": 1, "skipped": 1}
-    assert describe_result(result).endswith(
+    assert describe_result(result, "top1").endswith(
         "; 1 unreadable image was not evaluated; skipped 1 unreadable training sample"
     )
+
+
+def test_a_metric_of_ones_own_rates_a_run():
+    result = {"margin": 0.5, "margin_ema": 0.25, "seconds": 3, "images": 5, "unreadable": 0}
+    line = describe_result(result | {"skipped": 0}, "margin")
+    assert line == "margin 50.0 %, EMA 25.0 % on 5 images, 3 s"
+
+
+def test_tensorboard_keeps_the_last_records_before_a_stop(tmp_path):
+    """They are at the step that a resumed run begins with, and are not written again."""
+    write_log(tmp_path, ("train", 4, {"loss": 1.0}), ("val", 4, {"top1": 0.5}))
+    write_log(tmp_path, ("train", 8, {"loss": 2.0}), ("val", 8, {"top1": 0.6}), step=4)
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    for name in ("train/loss", "val/top1"):
+        assert [event.step for event in board.Scalars(name)] == [4, 8], name
 
 
 def test_outside_a_short_run_has_a_line_at_least_each_epoch(micro, tmp_path):

@@ -259,7 +259,7 @@ def test_another_size_is_stored_in_the_file(runs, tmp_path, name):
 def test_an_exported_maxvit_is_read_again(tmp_path):
     """timm states arguments of its windows, which are those of no other family."""
     name, size = "maxvit_rmlp_pico_rw_256", 64
-    kwargs = {"num_classes": 3, "img_size": size, "depths": (1, 1, 1, 1), "embed_dim": (32, 32, 32, 32)}
+    kwargs = {"num_classes": 5, "img_size": size, "depths": (1,) * 4, "embed_dim": (32,) * 4}
     torch.manual_seed(0)
     state = {"model": timm.create_model(name, **kwargs).state_dict(), "class_names": NAMES}
     state |= {"recipe": {"name": name, "kwargs": kwargs}, "config": {"data": {"size": size}}}

@@ -1,6 +1,7 @@
 """Small shared files: created once, replaced and removed as a whole."""
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -35,8 +36,11 @@ def test_create_replace_read_list_and_remove(kind, tmp_path, request):
     assert abs(objects.list("leases")["a"] - time.time()) < 60
     objects.remove("leases/b")
     objects.remove("leases/b")
+    objects.replace("leases/b", b"of another")
     for folder in ("parts", "leases", "leases"):
-        objects.remove_all(folder)
+        objects.remove_all(folder, re.compile("[^b].*"))
+    assert objects.list("leases").keys() == {"b"}
+    objects.remove_all("leases", re.compile("b"))
     assert objects.list("leases") == {}
     if kind == "bucket":
         assert objects.read("leases/folder/c") == b"4"
@@ -97,7 +101,7 @@ def test_outside_a_linked_folder_is_not_followed(tmp_path):
         lambda: objects.size("leases/a.1"),
         lambda: objects.list("leases"),
         lambda: objects.remove("leases/a.1"),
-        lambda: objects.remove_all("leases"),
+        lambda: objects.remove_all("leases", re.compile(".*")),
         lambda: objects.add_file(other / "a.1", "leases/c.1", ""),
     )
     for call in calls:

@@ -151,12 +151,13 @@ def log_interval(
     """
     mean = monitor.mean_loss_sync(step)
     steps, seconds, waited = clock.interval(step)
-    # Padding takes time and does not count.
+    # Padding takes time and operations, and does not count as images.
     rate = run.loader.plan.count_images(step - steps, step) / seconds
+    computed = steps * run.config.optim.batch / seconds
     flops_share = mean_flops_share(shares, run.loader.plan, step, steps)
     speed = {
         "images_per_s": rate,
-        **({"mfu": rate * flops_share} if flops_share else {}),
+        **({"mfu": computed * flops_share} if flops_share else {}),
         "data_wait_share": waited / seconds,
     }
     values = {

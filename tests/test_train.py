@@ -943,6 +943,11 @@ def test_skipped_samples_of_all_processes_of_a_run_are_counted(folder, tmp_path,
     assert training.train(run)["skipped"] == 2
 
 
+def test_the_environment_of_a_run_states_its_precision(packed, tmp_path):
+    training.train(config(packed, tmp_path / "run", epochs=1, precision="auto"))
+    assert json.loads((tmp_path / "run" / "environment.json").read_text())["precision"] == "fp32"
+
+
 def test_a_dry_run_refuses_a_loss_that_is_not_finite(packed, tmp_path):
     fields = dict(dry_run=True, model_kwargs=("residual_divisor=0",))
     with pytest.raises(UserError, match="the loss of the first 2 images is nan; lower what"):

@@ -92,8 +92,6 @@ def find_forbidden(kwargs: dict) -> str:
             return f"{name} is above {largest:,}"
         elif name in POSITIVE and any(number <= 0 for number in numbers_in(value)):
             return f"{name} is not above 0"
-        elif name == "drop_path_rate" and any(not 0 <= n < 1 for n in numbers_in(value)):
-            return f"{name} is not from 0 to below 1"
         elif name == "in_chans" and value != 3:
             return f"{name} is not 3, the channels of an image"
         elif name == "norm_groups" and any(number < 0 for number in numbers_in(value)):

@@ -22,7 +22,7 @@ from densefeed.pipelines.loader import Encoded, Source
 from densefeed.storage import instances  # noqa: F401
 from densefeed.storage.dataset_items import DatasetItems
 from densefeed.storage.images import UNDIVIDED, Images, SplitOptions, decode, sample_evenly
-from densefeed.storage.indexed_jpeg import find_damage
+from densefeed.storage.indexed_jpeg import find_index_damage
 from densefeed.storage.score_maps import ScoreMaps, ScoreMapStore
 from densefeed.storage.selection import find_rows
 from densefeed.system.errors import UserError, explain_os_error
@@ -178,7 +178,7 @@ class FolderSource(StoreMaps):
     def image(self, index: int) -> Image.Image:
         encoded, where = self.images.read(index), self.where(index)
         # As the native decoder does.
-        if damage := find_damage(encoded):
+        if damage := find_index_damage(encoded):
             raise UserError(f"{where} cannot be decoded ({damage}); replace or remove this file")
         return decode(encoded, where)
 

@@ -33,7 +33,7 @@ from densefeed.storage.beton_format import (
     read_front,
 )
 from densefeed.storage.image_shards import check_complete, list_names
-from densefeed.storage.indexed_jpeg import find_damage
+from densefeed.storage.indexed_jpeg import find_index_damage
 from densefeed.storage.score_maps import ScoreMaps, find_faults
 from densefeed.system.errors import UserError
 from densefeed.system.files import name_errors
@@ -335,7 +335,7 @@ class Beton:
         self._read_into(index, stored, self.images.offset[index])
         reason = ""
         if mode == JPEG:
-            reason = find_damage(stored) if stored[:2] == SOI else "it is not a JPEG"
+            reason = find_index_damage(stored) if stored[:2] == SOI else "it is not a JPEG"
         if mode == PLANES and not match_planes(memoryview(stored)):
             reason = "its planes do not match their checksum"
         if reason:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from densefeed.storage.dataset_names import find_system_entry
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.storage.shard_plan import PLAN, SHARDS
 from densefeed.storage.store_folder import (
@@ -164,19 +165,26 @@ def check_copy(out: Path, manifest: Manifest) -> None:
         theirs = read_manifest(out).header
     if theirs:
         replace(manifest.header, fingerprint=theirs.fingerprint).check_same(theirs, out)
-    if (out / PLAN).exists() or (out.exists() and not out.is_dir()) or holds_others(out):
+    others = theirs is None and holds_others(out)
+    if (out / PLAN).exists() or (out.exists() and not out.is_dir()) or others:
         raise UserError(f"{out} is not a copy of a store; remove it or name another folder")
 
 
 def holds_others(out: Path) -> bool:
-    """Whether a folder without a manifest holds files that no interrupted copy leaves."""
-    if not out.is_dir() or os.path.lexists(out / MANIFEST):
+    """Whether a folder without a sound manifest holds files that no copy leaves.
+
+    A damaged manifest lies beside shards. Hidden files and those of systems count as nothing.
+    """
+    if not out.is_dir():
         return False
     shards = out / SHARDS
     if os.path.lexists(shards) and not shards.is_dir():
         return True
     there = [path.name for path in out.iterdir() if path.name != SHARDS]
     there += [f"{SHARDS}/{path.name}" for path in shards.iterdir()] if shards.is_dir() else []
+    there = [name for name in there if not find_system_entry(name)]
+    if MANIFEST in there and not shards.is_dir():
+        return True
     own = re.compile(rf"({SHARD_FILE.pattern}|{re.escape(MANIFEST)})(\.[0-9]+\.part)?")
     return not all(map(own.fullmatch, there))
 

@@ -343,7 +343,8 @@ def crop_resize(
 
     No pixel outside the box (rounded outwards) is read: crop first, then resize, as in torchvision.
     The filter of Pillow's own `resize(box=...)` reaches over the edge of the box. Where the box
-    reaches beyond the image it is filled with `fill`, 0 to 255.
+    reaches beyond the image it is filled with `fill`, 0 to 255, and rows are resized first, as
+    Pillow does for a square.
     """
     left, top, right, bottom = box_ltrb
     x, y = math.floor(left), math.floor(top)

@@ -73,7 +73,7 @@ class _Frame:
                 return
 
 
-def find_damage(jpeg: bytes) -> str:
+def find_index_damage(jpeg: bytes) -> str:
     """Return what of a JPEG does not match the checksums of its index, or an empty string.
 
     Empty too without an index. For what is decoded by other means than the native decoder, which
@@ -81,9 +81,11 @@ def find_damage(jpeg: bytes) -> str:
     """
     if jpeg[2:4] != bytes([0xFF, APP9]) or jpeg[6:12] != MARK:
         return ""
-    fixed = jpeg[12:22].ljust(10, b"\0")
-    at, crc, rows = struct.unpack("<IIH", fixed)
-    if at > len(jpeg) or zlib.crc32(jpeg[20:at], zlib.crc32(jpeg[:16])) != crc:
+    if len(jpeg) < 22:
+        return "its header is too short"
+    at, crc, rows = struct.unpack_from("<IIH", jpeg, 12)
+    found = zlib.crc32(jpeg[20:at], zlib.crc32(jpeg[:16]))
+    if found != crc or not 22 + 8 * rows <= at <= len(jpeg):
         return "its header does not match its checksum"
     # Of a header that matches: its index was written by add_index.
     for length, crc in struct.iter_unpack("<II", jpeg[22 : 22 + 8 * rows]):

@@ -99,6 +99,8 @@ class StoredPlan(NamedTuple):
     shard_images: int
     shards: dict[str, int]  # images by name, in order
     sizes: FileSizes  # as in Plan
+    # Whether shards share a name: an earlier version gave one to all shards of the same images.
+    repeats: bool
 
 
 class Status(NamedTuple):
@@ -194,7 +196,8 @@ def read_plan(objects: Objects) -> StoredPlan:
             raise ValueError
     except (KeyError, TypeError, ValueError):
         raise UserError(f"{path} is damaged; remove it and run the labeling again") from None
-    return StoredPlan(StoreHeader.from_json(text, path), size, rows, sizes)
+    repeats = len(rows) < len(values["shards"])
+    return StoredPlan(StoreHeader.from_json(text, path), size, rows, sizes, repeats)
 
 
 def refuse_copy(objects: Objects) -> None:
@@ -370,10 +373,10 @@ def redo_images(folder: Location, images: tuple[str, ...], /) -> None:
     objects, left = open_objects(folder), set(images)
     there = objects.list(SHARDS)
     for name in read_plan(objects).shards:
-        # From object storage whole shards are read, and each image is in one.
-        if not left or (record := read_record(objects, name)) is None:
+        # From object storage whole shards are read. A list may have an image in several.
+        if (record := read_record(objects, name)) is None:
             continue
-        if not (here := left.intersection(read_paths(objects, record))):
+        if not (here := set(images).intersection(read_paths(objects, record))):
             continue
         left -= here
         remove_shard(objects, name, there)

@@ -152,6 +152,11 @@ def find_shards(folders: tuple[Path, ...]) -> tuple[StoredPlan, dict[StoredShard
     for folder in folders:
         theirs = read_plan(ObjectFolder(folder))
         plan.header.check_same(theirs.header, folder)
+        if theirs.repeats:
+            raise UserError(
+                f"{folder} was labeled by a version that lost rows of images that a list repeats; "
+                "label them again"
+            )
         if theirs.shards != plan.shards:
             raise UserError(
                 f"{folder} has other shards than {folders[0]}: their images or --shard-images "

@@ -39,6 +39,9 @@ def model_arguments(
     # config.json too may come from anywhere, and a report builds its model.
     if forbidden := find_forbidden(kwargs):
         raise UserError(f"--model-kwargs {forbidden}; remove it")
+    rate = kwargs["drop_path_rate"]
+    if not isinstance(rate, int | float) or not 0 <= rate < 1:
+        raise UserError("--model-kwargs drop_path_rate is not from 0 to below 1; remove it")
     if objective.needs_tokens and has_tokens(options.name) and num_classes >= FUSED_FROM:
         kwargs.setdefault("fused_head", True)
     return kwargs
@@ -117,7 +120,7 @@ def build_model(
                 remedy = "; change --model-kwargs" if options.kwargs else ""
                 if remedy:
                     remedy += ", or give it bare to remove those of the recipe"
-                if "drop_path_rate" in str(error):
+                if "drop_path_rate" in str(error) and options.drop_path:
                     remedy = "; give --drop-path 0"
                 elif "img_size" in str(error):
                     remedy = "; give another --size"

@@ -107,7 +107,8 @@ def open_board(folder: Path, step: int) -> Iterator[SummaryWriter]:
     hook, threading.excepthook = threading.excepthook, report
     try:
         with name_errors(folder):
-            # TensorBoard hides the events of later steps, which the run will write again.
+            # TensorBoard hides the events of later steps, which the run will write again. Those of
+            # this step stay, and an evaluation that is repeated is there twice.
             board = SummaryWriter(folder, purge_step=step + 1)
         try:
             yield board

@@ -320,8 +320,8 @@ def check_frozen(objective: Objective) -> None:
         )
     if objective.needs_masks:
         raise UserError(
-            "--frozen-statistics keeps the statistics of BatchNorm, and the decoder of a "
-            "segmentation network begins without any; remove it"
+            "--frozen-statistics trains in evaluation mode, where a segmentation network returns "
+            "no logits of its auxiliary decoder; remove it"
         )
     if objective.adds_network:
         raise UserError(

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from densefeed import UserError, register_dataset
-from densefeed.storage.datasets import Listed
+from densefeed.storage.listed import Listed
 from densefeed.tools import pack_dataset
 
 

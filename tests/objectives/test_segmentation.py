@@ -327,7 +327,7 @@ def test_a_training_without_torchmetrics_stops_before_it_begins(segments, tmp_pa
 REFUSED = {
     r"--drloc trains classifiers; pretrain with it": dict(drloc="l1"),
     r"does not state that it mixes labels": dict(mixup=0.5),
-    r"--frozen-statistics .* decoder of a segmentation network": dict(frozen_statistics=True),
+    r"--frozen-statistics .* no logits of its auxiliary": dict(frozen_statistics=True),
     r"returns no logits of the pixels of its input, .* --model-kwargs \"backbone='NAME'\"": dict(
         model="lvvit_micro", model_kwargs=("depth=2",)
     ),

@@ -510,3 +510,25 @@ def test_packing_takes_score_maps_at_a_url(folder, packed, store_url, tmp_path, 
     for name in ("map", "lse", "window"):
         one, other = (b.arrays(np.arange(11))[name] for b in (mine, theirs))
         assert one.tobytes() == other.tobytes()
+
+
+def test_an_opening_that_fails_keeps_no_file_open(url, tmp_path, monkeypatch):
+    """In a script they would stay locked, so that the next run could not replace the copy."""
+
+    def count():
+        places = [f"/proc/self/fd/{n}" for n in os.listdir("/proc/self/fd")]
+        return sum(str(tmp_path) in os.readlink(place) for place in filter(os.path.lexists, places))
+
+    options = {"batch": 4, "size": 32, "threads": 1, "cache": tmp_path, "loader": "ffcv"}
+    for place in (
+        "densefeed.storage.object_cache.CachedFiles._start_over",
+        "densefeed.pipelines.remote.SampleCache",
+        "densefeed.pipelines.open.EpochPlan",
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, lambda *words, **options: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                densefeed.open_loader(url, **options)
+        assert count() == 0, place
+    densefeed.open_loader(url, **options).close()
+    assert count() == 0

@@ -787,3 +787,13 @@ def test_outside_a_list_may_repeat_its_images(many, tmp_path, capsys):
     for result in (audit(store.path, images), audit(joined.path, images)):
         verdicts = {check.name: check.verdict for check in result.checks}
         assert (verdicts["images"], verdicts["duplicates"]) == ("sound", "sound")
+    # Every shard that has the image is labeled again.
+    redo_images(store.path, (images.paths[0],))
+    lacking = [n for n in names if not (store.path / SHARDS / f"{n}.json").exists()]
+    assert len(lacking) == 2
+    # An earlier version gave shards of the same images one name.
+    plan = json.loads((parts[0] / PLAN).read_text())
+    plan["shards"][-1] = plan["shards"][0]
+    (parts[0] / PLAN).write_text(json.dumps(plan))
+    with pytest.raises(UserError, match=r"part-0 was labeled by a version that lost rows of"):
+        merge_folders((parts[0],), tmp_path / "again")

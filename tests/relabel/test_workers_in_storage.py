@@ -135,12 +135,15 @@ def test_what_is_no_copy_stays(many, whole, bucket, tmp_path):
     copy_store(whole, out)
     with pytest.raises(UserError, match="is not a copy of a store; remove it or name another"):
         fetch(out, shutil.copytree(whole, tmp_path / "labeled"))
-    for name in ("notes", "full"):
+    for name, file in (("notes", SHARDS), ("full", "thesis.txt"), ("page", MANIFEST)):
         (tmp_path / name).mkdir()
-        (tmp_path / name / {"notes": SHARDS, "full": "thesis.txt"}[name]).write_bytes(b"mine")
+        (tmp_path / name / file).write_bytes(b"mine")
         with pytest.raises(UserError, match=f"{name} is not a copy of a store; remove it or name"):
             fetch(out, tmp_path / name)
         assert list(files(tmp_path / name).values()) == [b"mine"]
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / ".DS_Store").write_bytes(b"")
+    fetch(out, tmp_path / "empty")
     join(many, tmp_path / "other", top_k=1)
     (tmp_path / "other" / PLAN).unlink()
     before = files(tmp_path / "other")

@@ -2,6 +2,7 @@
 
 import shutil
 from contextlib import closing
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from densefeed.storage.beton import Beton
 from densefeed.storage.beton_format import FIELD, HEADER, NOTES, notes_place
 from densefeed.storage.beton_images import BetonImages, open_images
 from densefeed.storage.images import Images, SplitOptions
-from densefeed.storage.indexed_jpeg import find_damage, transcode
+from densefeed.storage.indexed_jpeg import find_index_damage, transcode
 from densefeed.storage.maintenance import has_other_rows
 from densefeed.storage.score_maps import ScoreMapStore
 from densefeed.system.errors import UserError
@@ -177,16 +178,21 @@ def test_a_flipped_bit_of_an_indexed_jpeg_is_found_as_by_the_native_decoder(fold
     files = [transcode(path.read_bytes()) for path in sorted((folder / "train").glob("*/*.jpg"))]
     rng = np.random.default_rng(0)
     for file in files:
-        assert find_damage(file) == ""
+        assert find_index_damage(file) == ""
         header = int.from_bytes(file[12:16], "little")
         low, high = (12, header) if place == "header" else (header, len(file) - 2)
         changed = bytearray(file)
         changed[int(rng.integers(low, high))] ^= 1 << int(rng.integers(8))
-        assert place[:6] in find_damage(bytes(changed))
+        assert place[:6] in find_index_damage(bytes(changed))
         with pytest.raises(native.JpegError):
             native.check(bytes(changed), *native.probe(file))
-        assert find_damage(file[: header - 1]) == "its header does not match its checksum"
-    assert find_damage(b"") == find_damage(b"\xff\xd8\xff\xe0") == ""
+        assert find_index_damage(file[: header - 1]) == "its header does not match its checksum"
+        # More rows than the header has, with a checksum that matches.
+        rest = b"\xff\xff" + file[22:header]
+        head = file[:16] + crc32(rest, crc32(file[:16])).to_bytes(4, "little") + rest
+        assert "header" in find_index_damage(head + file[header:])
+        assert find_index_damage(file[:20]) == "its header is too short"
+    assert find_index_damage(b"") == find_index_damage(b"\xff\xd8\xff\xe0") == ""
 
 
 def test_outside_raw_pixels_and_sizes_of_packed_images(tmp_path):

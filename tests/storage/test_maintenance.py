@@ -113,7 +113,6 @@ def test_invalid_conversions_are_refused(stores, tmp_path, random_maps):
     assert not [path for path in tmp_path.iterdir() if "new" in path.name]
 
 
-@pytest.mark.slow
 def test_a_merge_to_a_form_that_compact_rows_lack_writes_nothing(tmp_path, monkeypatch):
     plan = SimpleNamespace(header=SimpleNamespace(form="compact"))
     monkeypatch.setattr(shards, "find_shards", lambda folders: (plan, {}))
@@ -124,6 +123,7 @@ def test_a_merge_to_a_form_that_compact_rows_lack_writes_nothing(tmp_path, monke
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_conversion_that_is_killed_leaves_no_file(tmp_path, random_maps, command):
     """SIGKILL after 1 and 5 chunks; a complete conversion then gives the usual bytes."""
     raw = write(tmp_path / "raw.h5", random_maps(40, 4, 3, 20))

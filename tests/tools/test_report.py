@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import unicodedata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,6 +37,8 @@ from densefeed.tools.report import (
     make_row,
     read_run,
 )
+from densefeed.training import predictions
+from densefeed.training.config import Config
 
 
 @pytest.mark.parametrize("flip", [False, True])
@@ -450,6 +453,27 @@ def test_outside_predictions_are_those_of_the_evaluation(student):
     shown = re.findall(r'<b class="(right|wrong)">', text)
     assert shown == ["wrong"] * min(6, wrong) + ["right"] * min(6, right)
     assert text.count('alt="relevance for') == len(shown)
+
+
+def test_outside_names_of_classes_in_another_unicode_form_are_the_same(student, monkeypatch):
+    """As training takes them: the folders of the two sets may have other forms."""
+    config = Config.from_dict(json.loads((student / "config.json").read_text()))
+    trained, opened = predictions.open_trained(student), predictions.open_dataset
+    names = [f"{name}\u00e9" for name in trained.class_names]
+    renamed = trained._replace(class_names=names)
+
+    def open_dataset(*words, **options):
+        loader = opened(*words, **options)
+        loader.class_names = [unicodedata.normalize("NFD", name) for name in names]
+        loader.source.class_names = loader.class_names
+        return loader
+
+    want = predictions.show_predictions(config, student)
+    monkeypatch.setattr(predictions, "open_trained", lambda *words, **options: renamed)
+    monkeypatch.setattr(predictions, "open_dataset", open_dataset)
+    shown = predictions.show_predictions(config, student)
+    assert shown["right"] == want["right"]
+    assert {item["label"] for item in shown["items"]} <= set(names)
 
 
 def test_outside_predicted_masks_are_beside_the_true_ones(segments, masked, tmp_path, monkeypatch):

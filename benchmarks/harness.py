@@ -7,6 +7,7 @@ differences to be measured.
 """
 
 import csv
+import fcntl
 import gc
 import io
 import os
@@ -24,7 +25,7 @@ import torch
 from densefeed.system import provenance
 from densefeed.system.devices import CORES
 from densefeed.system.errors import UserError, make_command
-from densefeed.system.files import replace_file
+from densefeed.system.files import open_locked, replace_file
 from densefeed.system.options import Count as Count
 from densefeed.system.options import Options
 from densefeed.system.provenance import RESULTS, write_json
@@ -226,6 +227,16 @@ def append_rows(path: Path, rows: list[dict]) -> None:
     Raises UserError if the file has other columns: rows of two layouts below one header would be
     misread.
     """
+    # Two benchmarks may end at the same time.
+    descriptor = open_locked(path.parent, os.O_RDONLY, fcntl.LOCK_EX)
+    try:
+        replace_rows(path, rows)
+    finally:
+        os.close(descriptor)
+
+
+def replace_rows(path: Path, rows: list[dict]) -> None:
+    """Write a CSV file again, with `rows` behind those that it has; see `append_rows`."""
     old = path.read_text() if path.exists() else ""
     if old and tuple(old.splitlines()[0].split(",")) != COLUMNS:
         raise UserError(

@@ -51,7 +51,10 @@ class TrainingsBenchmark(Output):
 
 
 def main(benchmark: TrainingsBenchmark) -> None:
-    """Run the trainings one after the other; exit with 1 if one failed."""
+    """Run the trainings one after the other; exit with 1 if one failed.
+
+    If the first failed, nothing is compared with it.
+    """
     jobs = {name: parse_training(benchmark, name) for name in benchmark.trainings}
     failed, first = False, None
     for name, (recipe, options) in jobs.items():
@@ -64,11 +67,11 @@ def main(benchmark: TrainingsBenchmark) -> None:
             failed = True
             continue
         end = read_log(out)["loss"][-1], read_result(out)["top1"]
-        first = first or end
+        first = end if name == benchmark.trainings[0] else first
         if done:
             continue
         rows = describe(out, estimate)
-        if benchmark.equal and name != benchmark.trainings[0]:
+        if benchmark.equal and first and name != benchmark.trainings[0]:
             far = {"loss's difference": [abs(end[0] / first[0] - 1)]}
             far["top-1's difference"] = [abs(end[1] - first[1])]
             rows += spread_rows(far, "ratio")

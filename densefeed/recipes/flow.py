@@ -6,7 +6,7 @@ import shlex
 import signal
 import statistics
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import CDLL
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from densefeed.recipes import RECIPES
 from densefeed.system.commands import call
 from densefeed.system.errors import UserError
 from densefeed.system.files import make_folder, open_locked
@@ -39,10 +40,23 @@ class FlowOptions(Options):
         super().__post_init__()
         if not self.seeds:
             raise UserError("--seeds names no seed; give at least one")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise UserError("--seeds names a seed twice; give each once")
         if min(self.seeds) < 0:
             raise UserError(f"--seeds has {min(self.seeds)}; give no seed below 0")
         if self.epochs is not None and self.epochs < 1:
             raise UserError(f"--epochs is {self.epochs}; train at least one epoch")
+
+
+def check_students(students: Sequence[str], known: Iterable[str], recipes: Iterable[str]) -> None:
+    """Raise UserError unless these are students, each once; `recipes` are the names of theirs."""
+    if not students:
+        raise UserError("--students names no student; give at least one")
+    if len(set(students)) < len(students):
+        raise UserError("--students names a student twice; give each once")
+    for name, recipe in zip(students, recipes, strict=True):
+        if recipe not in RECIPES:
+            raise UserError(f"--students {name}: unknown student; choose from {', '.join(known)}")
 
 
 @contextmanager

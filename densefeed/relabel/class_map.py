@@ -73,6 +73,12 @@ def read_class_map(
     """
     place = {name: index for index, name in enumerate(teacher_names)}
     wanted = {name: index for index, name in enumerate(data_names)}
+    if len(wanted) < len(data_names):
+        name = next(name for name, number in wanted.items() if data_names.index(name) != number)
+        raise UserError(
+            f"{path}: two classes of the data are called {name[:SHOWN]!r}, which a class map "
+            "cannot tell apart; rename one"
+        )
     becomes = {}
     read = _read_json if path.suffix.lower() == ".json" else _read_csv
     for where, theirs, ours in read(path):

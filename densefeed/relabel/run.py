@@ -155,9 +155,10 @@ def run_labeling(
     if is_first:
         warn_busy()
     if labeling.dry_run:
-        for line in estimate_pass(begin(labeling, is_first, items, teachers)).lines():
+        lines = estimate_pass(begin(labeling, is_first, items, teachers)).lines()
+        for line in lines if is_first else ():
             print(line)
-        if labeling.shard:
+        if labeling.shard and is_first:
             print(f"--dry-run does not read --shard {labeling.shard}: this is the whole pass")
         return None
     # With Ray only the workers open the images.

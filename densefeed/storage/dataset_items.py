@@ -11,6 +11,7 @@ copy, so all other code reads encoded images only.
 
 import hashlib
 import io
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -270,8 +271,9 @@ def find_columns(dataset: Any, name: str) -> tuple[str, str] | None:
     """
     if isinstance(dataset, Subset):
         return find_columns(dataset.dataset, name)
-    features = getattr(dataset, "features", None)
-    if not isinstance(features, Mapping):
+    features = read_attribute(dataset, "features")
+    # A dictionary of one's own is not that of Hugging Face, whose values describe columns.
+    if not isinstance(features, Mapping) or not hasattr(dataset, "with_format"):
         return None
     images = [column for column, kind in features.items() if type(kind).__name__ == "Image"]
     images = images or [column for column in IMAGE_COLUMNS if column in features]
@@ -286,6 +288,15 @@ def find_columns(dataset: Any, name: str) -> tuple[str, str] | None:
     return images[0], labels[0]
 
 
+def read_attribute(dataset: Any, name: str) -> Any:
+    """Return an attribute of a dataset; None without it, and where reading it fails."""
+    try:
+        return getattr(dataset, name, None)
+    # A property of somebody else's class.
+    except Exception:
+        return None
+
+
 def list_labels(dataset: Any, name: str) -> np.ndarray | None:
     """Return the labels that a dataset states without its images, int64 `[N]`; None if unknown."""
     if isinstance(dataset, Subset):
@@ -297,14 +308,14 @@ def list_labels(dataset: Any, name: str) -> np.ndarray | None:
     # A sample of the items would not show each label that this changes.
     if getattr(dataset, "target_transform", None) is not None:
         return None
-    reader, columns = getattr(dataset, "reader", None), find_columns(dataset, name)
-    if columns and hasattr(dataset, "with_format"):
+    reader, columns = read_attribute(dataset, "reader"), find_columns(dataset, name)
+    if columns:
         # Without a transform, which would read the images.
         stated = list(dataset.with_format(None)[columns[1]])
     elif hasattr(reader, "class_to_idx"):
         stated = list_reader(reader, len(dataset))
     else:
-        found = (getattr(dataset, attribute, None) for attribute in LABELS)
+        found = (read_attribute(dataset, attribute) for attribute in LABELS)
         stated = next((labels for labels in found if labels is not None), None)
     try:
         labels = np.asarray(stated)
@@ -323,9 +334,11 @@ def list_files(dataset: Any) -> list[str]:
     if isinstance(dataset, ConcatDataset):
         parts = [list_files(part) for part in dataset.datasets]
         return [file for part in parts for file in part] if all(parts) else []
-    samples = getattr(dataset, "samples", None) or getattr(dataset, "imgs", None)
-    samples = samples or getattr(getattr(dataset, "reader", None), "samples", None)
-    if not isinstance(samples, list) or len(samples) != len(dataset):
+    reader = read_attribute(dataset, "reader")
+    stated = [read_attribute(dataset, "samples"), read_attribute(dataset, "imgs")]
+    stated.append(read_attribute(reader, "samples"))
+    samples = next((given for given in stated if isinstance(given, list) and given), [])
+    if len(samples) != len(dataset):
         return []
     files = [item[0] if isinstance(item, tuple) and item else None for item in samples]
     return files if all(isinstance(file, str) for file in files) else []
@@ -357,15 +370,18 @@ def list_classes(dataset: Any, name: str) -> list[str]:
                 "all the same list of classes, or label each by itself"
             )
         return first
-    names = getattr(dataset, "classes", None)
+    names = read_attribute(dataset, "classes")
     if columns := find_columns(dataset, name):
         names = getattr(dataset.features[columns[1]], "names", None)
-    elif numbers := getattr(getattr(dataset, "reader", None), "class_to_idx", None):
+    elif numbers := getattr(read_attribute(dataset, "reader"), "class_to_idx", None):
         names = sorted(numbers, key=numbers.get)
     if not isinstance(names, Sequence) or isinstance(names, str):
         return []
     # torchvision's ImageNet has several words for a class.
-    return [", ".join(words) if isinstance(words, tuple) else str(words) for words in names]
+    names = [", ".join(words) if isinstance(words, tuple) else str(words) for words in names]
+    # timm's has two classes called crane, a bird and a machine: classes are matched by their names.
+    counts = Counter(names)
+    return [f"{name} ({n})" if counts[name] > 1 else name for n, name in enumerate(names)]
 
 
 # ------------------------------------------------------------------------- images
@@ -388,7 +404,8 @@ def encode(image: Any, where: str) -> bytes:
         try:
             with open_regular(image) as file:
                 return read_encoded(file, where)
-        except FileNotFoundError as error:
+        # ValueError for a zero byte.
+        except (FileNotFoundError, ValueError) as error:
             raise UserError(f"{where} names {image}, which does not exist; correct it") from error
     if isinstance(image, bytes | bytearray | memoryview):
         return bytes(image)

@@ -3,7 +3,6 @@
 import sys
 from difflib import get_close_matches
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 
 from densefeed.system.errors import UserError, run
@@ -52,7 +51,10 @@ def call(name: str, *words: str) -> None:
 def list_commands(name: str) -> None:
     """Print a line for each subcommand, or the version. UserError for the `name` of none."""
     if name == "--version":
-        print(f"densefeed {version('densefeed')}")
+        # It imports PyTorch, which help does not need.
+        from densefeed.system.provenance import own_version
+
+        print(f"densefeed {own_version()}")
         return
     if name not in ("-h", "--help"):
         like = get_close_matches(name, COMMANDS, cutoff=0.5)

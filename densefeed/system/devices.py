@@ -150,7 +150,8 @@ def use_device(device: torch.device, name: str) -> torch.device:
         torch.backends.cudnn.allow_tf32 = False
         # Only a copy back shows whether the device can be used: `meta` allocates.
         torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    # ImportError for a device whose package is missing.
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
         raise refuse_device(name, error) from error
     return device
 

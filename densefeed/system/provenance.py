@@ -21,6 +21,14 @@ ROOT = Path(__file__).parents[2]
 RESULTS = Path("benchmarks/results.csv")
 
 
+def own_version() -> str:
+    """Return the version of this package; `unknown` for code that is used without installing it."""
+    try:
+        return importlib.metadata.version("densefeed")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
 def environment(packages: tuple[str, ...]) -> dict[str, str | int]:
     """Return the date, commit, CPU, cores, versions and command; no host name, path or address."""
     versions = [f"python {platform.python_version()}"]

@@ -134,7 +134,7 @@ class Explanations(DecodeOptions, DeviceOptions):
 
     def unused(self) -> dict[str, str]:
         found = {}
-        if not any(path.is_dir() for path in self.images):
+        if not any(path.is_dir() and not list_loose(path) for path in self.images):
             found["split"] = "a folder among --images"
         if self.network != "model":
             found["weights"] = Beside("--network")
@@ -466,6 +466,10 @@ def check_folders(options: Explanations) -> list[Path | None]:
     places = [folder.resolve() for folder in folders.values() if folder]
     if len(set(places)) < len(places):
         raise UserError(f"--arrays and --pictures are both {options.arrays}; choose two names")
+    # A folder gets its name when all is done, and by then it must not exist.
+    for place in [*places, options.out.resolve()]:
+        if around := set(place.parents) & set(places):
+            raise UserError(f"{place} is inside {around.pop()}; give names beside each other")
     return list(folders.values())
 
 

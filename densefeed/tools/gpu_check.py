@@ -58,6 +58,8 @@ from densefeed.system.terminal import escape_controls, print, print_table
 
 # Seconds that must be left for a stage: PyTorch alone takes several to import.
 LEAST = 20
+# Folder of packages that a stage installs, in --work.
+SITE = "installed"
 # Modules of stages that write no rows.
 NO_BENCHMARKS = "densefeed", "pip", "pytest"
 # Lines of the output that are printed below the table for a stage that failed.
@@ -271,7 +273,7 @@ DALI = (
     Stage(
         "dali-install",
         60,
-        "pip install -q --no-index --no-deps --no-cache-dir --target {work}/site {wheels}",
+        "pip install -q --no-index --no-deps --no-cache-dir --target {work}/installed {wheels}",
         "",
         needs="wheels",
     ),
@@ -507,7 +509,7 @@ def list_words(stage: Stage, check: GpuCheck, places: dict[str, str]) -> list[st
     for word in words:
         if word == "{wheels}":
             # pip leaves what is there, perhaps a part of a package, as it is.
-            shutil.rmtree(Path(places["work"], "site"), ignore_errors=True)
+            shutil.rmtree(Path(places["work"], SITE), ignore_errors=True)
             found += unpack_wheels(check.wheels, Path(places["work"], "wheels"))
         else:
             found.append(word.format(**places))
@@ -553,7 +555,7 @@ def run_stage(stage: Stage, check: GpuCheck, seconds: float) -> dict:
     # Benchmarks and trainings make no folders above their own.
     Path(places["work"]).mkdir(parents=True, exist_ok=True)
     settings = dict(word.split("=") for word in stage.settings.split())
-    if (site := Path(places["work"], "site")).exists():
+    if (site := Path(places["work"], SITE)).exists():
         paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
         settings["PYTHONPATH"] = os.pathsep.join(paths)
     shown = " ".join(filter(None, (stage.settings, shlex.join(words[1:]))))

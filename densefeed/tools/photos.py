@@ -25,11 +25,11 @@ from typing import NamedTuple
 from rich.table import Table
 
 from densefeed.models.efficientnet_lite import find_weights
-from densefeed.recipes import RECIPES
 from densefeed.recipes.flow import (
     AGAIN,
     FlowOptions,
     begin_flow,
+    check_students,
     format_spread,
     read_numbers,
     remove_outdated,
@@ -37,7 +37,7 @@ from densefeed.recipes.flow import (
     train_model,
 )
 from densefeed.storage.scenes import BOXES, check_counts, count_classes
-from densefeed.system.errors import UserError, make_command
+from densefeed.system.errors import make_command
 from densefeed.system.json_files import read_json
 from densefeed.system.options import Count, NonNegativeInt, Texts
 from densefeed.system.terminal import print, print_table
@@ -96,11 +96,7 @@ class Score(NamedTuple):
 
 def main(options: Photos) -> None:
     """Run the flow and print the summary."""
-    for name in options.students:
-        if recipe_name(name) not in RECIPES:
-            raise UserError(
-                f"--students {name}: unknown student; choose from {', '.join(STUDENTS)}"
-            )
+    check_students(options.students, STUDENTS, map(recipe_name, options.students))
     # Before the folder is begun with numbers that no step takes, or minutes before they are missed.
     counts = {"train": options.train, "val": options.val, "held-out": options.held_out}
     if not options.held_out:

@@ -9,7 +9,6 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from densefeed.system.files import name_errors, open_own, open_regular, read_own
 from densefeed.system.json_files import is_number, parse_json
 from densefeed.system.precision import Precision, choose_precision
 from densefeed.system.progress import steps_bar
-from densefeed.system.provenance import cpu_model, write_json
+from densefeed.system.provenance import cpu_model, own_version, write_json
 from densefeed.system.terminal import print, warn
 from densefeed.training.config import RunOptions
 from densefeed.training.ranks import Ranks
@@ -205,7 +204,7 @@ def describe_environment(precision: Precision, ranks: Ranks) -> dict:
     cuda = ranks.device.type == "cuda"
     return {
         "command": sys.argv,
-        "densefeed": version("densefeed"),
+        "densefeed": own_version(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "timm": timm.__version__,

@@ -94,3 +94,13 @@ def test_outside_options_of_a_training_are_those_of_the_command(benchmark):
     )
     with pytest.raises(UserError, match="'64' of the trainings is not NAME=VALUE, as epochs=2"):
         parse_training(benchmark(), f"{NAME},multi_scale=48,64")
+
+
+def test_nothing_is_compared_with_a_first_training_that_failed(benchmark, calls):
+    names = f"{NAME},seed=x", f"{NAME},seed=0", f"{NAME},seed=1"
+    one = benchmark(*names, equal=True)
+    with pytest.raises(SystemExit, match="1"):
+        main(one)
+    found = rows(one)
+    assert "seed=0, last loss" in found
+    assert not [name for name in found if "difference" in name]

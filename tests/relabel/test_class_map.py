@@ -98,6 +98,12 @@ def test_huge_and_irregular_class_maps_are_refused(tmp_path):
             read_class_map(tmp_path / path, TEACHER, 4, DATA)
 
 
+def test_classes_of_one_name_are_refused(tmp_path):
+    (tmp_path / "map.csv").write_text("0,cat\n1,dog\n")
+    with pytest.raises(UserError, match="two classes of the data are called 'cat', which a class"):
+        read_class_map(tmp_path / "map.csv", TEACHER, 4, ["cat", "dog", "cat"])
+
+
 def test_leading_zeros_are_no_other_class(tmp_path):
     (tmp_path / "map.csv").write_text("00,cat\n0001,dog\n")
     found = read_class_map(tmp_path / "map.csv", TEACHER, 4, DATA)

@@ -333,6 +333,44 @@ def test_outside_datasets_that_cannot_be_labeled_are_refused_in_one_sentence(nam
     assert "\n" not in str(error.value)
 
 
+def test_outside_classes_of_one_name_are_told_apart():
+    """Classes are matched by name, as those of a teacher. timm's ImageNet has two cranes."""
+    items = type("Birds", (list,), {"classes": [("crane",), ("dog", "hound"), ("crane",)]})
+    found = DatasetItems(items([(RGB, 0), (RGB, 1), (RGB, 2)]), "data")
+    assert found.class_names == ["crane (0)", "dog, hound", "crane (2)"]
+
+
+class Raising(list):
+    """A list whose attributes cannot be read."""
+
+    @property
+    def labels(self):
+        raise RuntimeError("not loaded")
+
+    features = classes = samples = targets = reader = labels
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"samples": np.array([["a.png", "0"], ["b.png", "1"]])},
+        {"imgs": torch.zeros(2, 3)},
+        {"features": {"a": 1, "b": 2}},
+    ],
+)
+def test_outside_attributes_of_other_meanings_are_not_read(stated):
+    items = [(RGB, 0), (RGB, 1)]
+    for dataset in (type("Own", (list,), stated)(items), Raising(items)):
+        found = DatasetItems(dataset, "data")
+        assert found.labels.tolist() == [0, 1]
+        assert found.class_names == ["0", "1"]
+
+
+def test_outside_a_path_that_no_file_can_have_is_one_sentence():
+    with pytest.raises(UserError, match=r"item 0 of data names .*, which does not exist; correct"):
+        DatasetItems([("a\0b.png", 0)], "data")
+
+
 def test_outside_a_label_outside_the_classes_is_refused():
     dataset = TensorDataset(FLAT[None].repeat(3, 1, 1, 1), torch.tensor([0, 1, 2]))
     dataset.classes = ["cat", "dog"]

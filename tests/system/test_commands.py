@@ -5,7 +5,7 @@ import runpy
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import EntryPoint, version
+from importlib.metadata import EntryPoint, PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -64,6 +64,18 @@ def test_the_version_is_that_of_the_installed_package(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["/usr/bin/densefeed", "--version"])
     commands.main()
     assert capsys.readouterr().out == f"densefeed {version('densefeed')}\n"
+
+
+def test_code_that_is_not_installed_has_no_version(monkeypatch, capsys):
+    """As on a GPU machine to which a checkout was copied: trainings write the version too."""
+
+    def fail(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", fail)
+    monkeypatch.setattr(sys, "argv", ["densefeed", "--version"])
+    commands.main()
+    assert capsys.readouterr().out == "densefeed unknown\n"
 
 
 @pytest.mark.parametrize("name", ["costs", "score-maps"])

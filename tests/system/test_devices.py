@@ -128,3 +128,9 @@ def test_a_rank_that_has_no_gpu_is_refused(four_gpus, monkeypatch):
     with pytest.raises(UserError, match="--device cuda:1 is one device; under torchrun"):
         choose_rank_device("cuda:1")
     assert not four_gpus
+
+
+def test_a_device_whose_package_is_missing_is_one_sentence():
+    for name in ("hpu", "privateuseone", "meta"):
+        with pytest.raises(UserError, match=f"--device {name} cannot be used here .*; take auto"):
+            choose_device(name)

@@ -244,6 +244,8 @@ def test_token_labels_are_those_of_the_loader(options, folder, maps):
         ({"source": "resnet", "layers": (1, 9)}, "--layers 1 9: ResNet has blocks 1 to 5"),
         ({"arrays": Path("tests")}, "tests exists already"),
         ({"arrays": Path("a"), "pictures": Path("./a")}, "are both a"),
+        ({"arrays": Path("a"), "out": Path("a/page.html")}, "is inside"),
+        ({"arrays": Path("a/b"), "pictures": Path("a")}, "is inside"),
         ({"crop_pct": 2.0}, "--crop-pct is 2"),
         ({"source": "nowhere.pt"}, None),
         ({"source": "lvvit_s", "model": "lvvit_s"}, "leave out --model lvvit_s"),

@@ -237,7 +237,7 @@ def test_outside_wheels_that_are_damaged_are_a_stage_that_failed(check, monkeypa
 
 def test_outside_stages_have_settings_and_what_another_call_made_is_kept(check, monkeypatch):
     """A stage reads its own variables and the packages that `dali-install` installed."""
-    site = check.out / "work" / "site"
+    site = check.out / "work" / gpu_check.SITE
     site.mkdir(parents=True)
     (site / "an_installed_package.py").write_text("")
     (check.out.parent / "a_benchmark.py").write_text(

@@ -10,10 +10,9 @@ import time
 
 import pytest
 
-from densefeed.recipes import flow
+from densefeed.recipes import RECIPES, flow
 from densefeed.system.commands import call
 from densefeed.system.errors import UserError
-from densefeed.tools import photos
 from densefeed.tools.photos import STUDENTS, USUAL, Photos, main, recipe_name
 from densefeed.tools.report import SCENES
 
@@ -202,8 +201,8 @@ def test_outside_a_report_is_written_again_with_a_student_that_is_added(tmp_path
 
 
 def test_every_student_has_a_recipe():
-    assert {recipe_name(name) for name in STUDENTS} == set(photos.RECIPES) & {
-        name for name in photos.RECIPES if name.startswith("photos_")
+    assert {recipe_name(name) for name in STUDENTS} == set(RECIPES) & {
+        name for name in RECIPES if name.startswith("photos_")
     }
 
 

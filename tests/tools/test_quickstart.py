@@ -18,12 +18,12 @@ PURITY = {kind: dict.fromkeys(PARTS, 0.25) for kind in LABELS}
 
 
 def make_flow(out):
-    """Make the files of a finished flow with one student, `ce`."""
+    """Make the files of a finished flow with two students, `ce` and `relabel`."""
     (out / "scenes").mkdir(parents=True)
     for name in ("maps.h5", "train.beton", "val.beton", "report.html"):
         (out / name).touch()
     (out / "report.json").write_text(json.dumps(PURITY))
-    for name in ("teacher", "ce"):
+    for name in ("teacher", "ce", "relabel"):
         (out / "runs" / name).mkdir(parents=True)
         (out / "runs" / name / "result.json").write_text('{"top1": 0.5}')
 
@@ -32,7 +32,7 @@ def make_flow(out):
 def flow(tmp_path):
     """The options of a finished flow."""
     make_flow(tmp_path / "flow")
-    return Quickstart(out=tmp_path / "flow", students=("ce",))
+    return Quickstart(out=tmp_path / "flow", students=("ce", "relabel"))
 
 
 @pytest.mark.parametrize(
@@ -82,11 +82,35 @@ def test_damaged_shares_of_correct_labels_are_named(flow, content, fault):
 @pytest.mark.parametrize("name", ["x[/b]", "[red]x", ":smiley:", "x" * 120])
 def test_the_path_of_the_report_is_printed_as_it_is(tmp_path, capsys, name):
     make_flow(tmp_path / name)
-    main(Quickstart(out=tmp_path / name, students=("ce",)))
+    main(Quickstart(out=tmp_path / name, students=("ce", "relabel")))
     printed = capsys.readouterr().out
     assert printed.endswith(f"Open the report in a browser: {tmp_path / name}/report.html\n")
     assert "50.0 %" in printed
     assert "25.0 %" in printed
+
+
+def test_a_flow_without_dense_labels_has_no_shares_of_correct_ones(tmp_path, capsys):
+    """The report with true boxes refused such runs, after all trainings."""
+    make_flow(tmp_path)
+    (tmp_path / "report.json").unlink()
+    main(Quickstart(out=tmp_path, students=("ce",)))
+    printed = capsys.readouterr().out
+    assert "50.0 %" in printed
+    assert "Correct labels" not in printed
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(students=()), "--students names no student; give at least one"),
+        (dict(students=("ce", "ce")), "--students names a student twice; give each once"),
+        (dict(seeds=(0, 1, 0)), "--seeds names a seed twice; give each once"),
+    ],
+)
+def test_students_and_seeds_are_named_once(tmp_path, fields, message):
+    with pytest.raises(UserError, match=f"^{message}$"):
+        main(Quickstart(out=tmp_path / "flow", **fields))
+    assert not (tmp_path / "flow").exists()
 
 
 def test_commands_run_in_processes_of_their_own(capfd, monkeypatch):

@@ -29,7 +29,7 @@ LEAST_AREA, MOST_AREA, LEAST_ASPECT = 0.02, 1 / 3, 0.3
 MOST_STEPS = 100
 # Brightness 10 multiplies by up to 11, which leaves white.
 MOST_JITTER = 10.0
-STRING = re.compile(r"rand(-((m|n|mmax|inc)\d+|(p|mstd)\d*\.?\d+|t(weights|3aw?)?))*")
+STRING = re.compile(r"rand(-((m|n|mmax|inc)\d{1,4}|(p|mstd)\d*\.?\d+|t(weights|3aw?)?))*")
 
 
 class OwnOperation(NamedTuple):

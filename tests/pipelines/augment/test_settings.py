@@ -57,6 +57,9 @@ def test_every_operation_of_timms_sets_is_implemented():
         "rand-m9-t0.3",
         "rand-",
         "rand-m9 ",
+        # Numbers that no float holds.
+        "rand-m" + "9" * 400,
+        "rand-m9-mmax" + "9" * 400,
     ],
 )
 def test_an_invalid_string_is_refused(text):

@@ -164,7 +164,7 @@ def test_run_stopped_after_every_step_equals_the_uninterrupted_one(
 SEGMENT = {
     "segment": dict(objective="segment", microbatch=2, zoom_out=0.5, rand_augment="rand-m9"),
     "segment-soft": dict(objective="segment-soft", color_jitter=(0.4,), ema=0.0),
-    "frozen": dict(objective="segment", frozen_statistics=True, eval_scales=(0.5, 1.0)),
+    "scales": dict(objective="segment", eval_scales=(0.5, 1.0)),
 }
 
 

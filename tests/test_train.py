@@ -978,7 +978,7 @@ def test_model_arguments_that_no_step_can_use_are_one_sentence(packed, tmp_path,
     ],
 )
 def test_no_drop_path_is_none_in_any_model(name, words):
-    """timm's Swin has 0.1 unless it is told otherwise."""
+    """timm's Swin has 0.1 by default."""
     size = 56 if name != "vgg11" else 224
     run = with_options(Config(), model=name, model_kwargs=words, drop_path=0.0, size=size)
     kind = "segment" if name == "upernet" else "ce"

@@ -74,9 +74,9 @@ class _Frame:
 
 
 def find_index_damage(jpeg: bytes) -> str:
-    """Return what of a JPEG does not match the checksums of its index, or an empty string.
+    """Return which part of a JPEG does not match the checksums of its index; "" if all match.
 
-    Empty too without an index. For what is decoded by other means than the native decoder, which
+    Also "" without an index. For what is decoded by other means than the native decoder, which
     checks what it reads.
     """
     if jpeg[2:4] != bytes([0xFF, APP9]) or jpeg[6:12] != MARK:
@@ -87,7 +87,7 @@ def find_index_damage(jpeg: bytes) -> str:
     found = zlib.crc32(jpeg[20:at], zlib.crc32(jpeg[:16]))
     if found != crc or not 22 + 8 * rows <= at <= len(jpeg):
         return "its header does not match its checksum"
-    # Of a header that matches: its index was written by add_index.
+    # The header matches, so add_index wrote this index.
     for length, crc in struct.iter_unpack("<II", jpeg[22 : 22 + 8 * rows]):
         if zlib.crc32(jpeg[at : at + length]) != crc:
             return "its compressed rows do not match their checksum"

@@ -950,7 +950,7 @@ def test_the_environment_of_a_run_states_its_precision(packed, tmp_path):
 
 def test_a_dry_run_refuses_a_loss_that_is_not_finite(packed, tmp_path):
     fields = dict(dry_run=True, model_kwargs=("residual_divisor=0",))
-    with pytest.raises(UserError, match="the loss of the first 2 images is nan; lower what"):
+    with pytest.raises(UserError, match="the loss of the first 2 images is nan; check --model-kw"):
         training.train(config(packed, tmp_path / "run", **fields))
 
 

@@ -33,9 +33,10 @@ ARGUMENTS = (
 DEPTHS = frozenset(("depth", "depths", "layers", "num_layers"))
 MAX_DEPTH = 1000
 # Arguments that divide, or are divided, when a model is built.
-POSITIVE = frozenset(("img_size", "patch_size", "embed_dim", "embed_dims", "num_heads"))
-POSITIVE |= {"mlp_ratio", "mlp_ratios", "transformer_window_size", "transformer_grid_size"}
-POSITIVE |= {"transformer_partition_ratio"}
+POSITIVE = {
+    *("img_size", "patch_size", "embed_dim", "embed_dims", "num_heads", "mlp_ratio", "mlp_ratios"),
+    *("transformer_window_size", "transformer_grid_size", "transformer_partition_ratio"),
+}
 MAX_PIXELS = 4096
 # Cells along a window. Swin's table of its pairs of cells is not a weight: 8 MB at 32, 0.8 GB at
 # 100.

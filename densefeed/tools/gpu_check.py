@@ -273,7 +273,7 @@ DALI = (
     Stage(
         "dali-install",
         60,
-        "pip install -q --no-index --no-deps --no-cache-dir --target {work}/installed {wheels}",
+        f"pip install -q --no-index --no-deps --no-cache-dir --target {{work}}/{SITE} {{wheels}}",
         "",
         needs="wheels",
     ),

@@ -44,8 +44,8 @@ def dry_run(run: Run) -> None:
     loss, kept, per_image = first_loss(run, images)
     if not math.isfinite(loss):
         raise UserError(
-            f"the loss of the first {images} images is {loss}; lower what makes the numbers of the "
-            "network large, as --model-kwargs, or give --precision fp32"
+            f"the loss of the first {images} images is {loss}; check --model-kwargs and --init, or "
+            "give --precision fp32"
         )
     fixed = fixed_bytes(run) + kept
     needed, free = fixed + per_image * optim.microbatch, free_memory(ranks.device)
